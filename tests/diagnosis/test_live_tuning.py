@@ -40,6 +40,7 @@ def test_the_words_give_the_gain() -> None:
     assert "num_workers 0 → 7" in words
     assert "4.4 × as many batches a second" in words
     assert "data wait 83 % → 2" in words
+    assert "persistent_workers default → on (each of 2 ranks);" in live_words(replace(TUNED, ranks=2))
 
 
 def test_a_loader_that_was_left_alone_says_why() -> None:

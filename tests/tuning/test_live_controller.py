@@ -116,7 +116,7 @@ def test_a_deeper_queue_is_tried_once_where_workers_end() -> None:
         (Capacity(16), 16, "CPUs"),
         (Capacity(16, cpu_share=0.5), 32, "CPUs"),
         (Capacity(16, cpu_share=0.01), 64, "CPUs"),
-        (Capacity(16, ranks=4), 4, "CPUs"),
+        (Capacity(16, ranks=4, cpu_ranks=4), 4, "CPUs"),
         (Capacity(16, other_workers=10), 6, "CPUs"),
         (Capacity(16, memory_free_bytes=10 << 30, worker_bytes=1 << 30), 6, "memory"),
         (Capacity(16, shm_free_bytes=64 << 20, batch_bytes=4 << 20), 2, "/dev/shm"),

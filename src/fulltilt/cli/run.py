@@ -41,10 +41,6 @@ EXACT = "FULLTILT_EXACT"
 # Behind the script they are the script's. Hardly any has the first; the others are told of where it does not know them.
 RARE_FLAGS = ("--auto",)
 OTHER_FLAGS = ("--out", "--deep", "--settings", "--exact")
-NO_AUTO_OVER_TASKS = (
-    "--auto is off: it tunes on one machine, and this is one of several tasks of a job; "
-    "tune on one machine first and give the settings found to all with --settings"
-)
 TICK_S = 1.0
 # The first of several tasks reads what all of them wrote, where that is soon done.
 MOST_TASKS_AT_THE_END = 64
@@ -108,12 +104,6 @@ def run(
     name = job_name(arguments)
     task = launched_task(arguments, os.environ)
     folder = run_folder(out, name, task)
-    if (
-        auto and task is not None
-    ):  # a try on one rank would slow all of them down, and each would tune against the others
-        auto = exact = False
-        if not task.number:
-            tell(f"fulltilt: {NO_AUTO_OVER_TASKS}")
     for flag in given_to_script(RARE_FLAGS, arguments):
         tell(f"fulltilt: {hint('run', flag)}")
     # The folder of a task is new and nobody else's.
@@ -270,7 +260,7 @@ def end_run(
         from fulltilt.report.answer import explain
         from fulltilt.report.terminal import verdict_lines
 
-        by_itself = ended_by_itself(folder)
+        by_itself, own = ended_by_itself(folder), folder
         state = state_of(status, by_itself)
         ended = replace(record, state=state, wall_s=wall_s, exit_code=status, oom_kills=oom_kills)
         refused: FulltiltError | None = None
@@ -303,8 +293,8 @@ def end_run(
             tell(f"fulltilt: {problem}")
         if tuned and not any(rank.live or rank.loaders for rank in read.ranks) and diagnosis.verdict.code != "no_steps":
             tell("fulltilt: --auto found nothing to tune: no DataLoader was seen")
-        if store.OwnedFolder(folder).owns(store.SETTINGS_FILE):
-            tell(f"  settings found: {folder / store.SETTINGS_FILE} (for fulltilt run --settings)")
+        if store.OwnedFolder(own).owns(store.SETTINGS_FILE):
+            tell(f"  settings found: {own / store.SETTINGS_FILE} (for fulltilt run --settings)")
     except FulltiltError as error:
         complain(str(error))
     except Exception as error:  # a mistake of ours is no failure of the job's

@@ -12,7 +12,7 @@ import psutil
 
 from fulltilt import store
 from fulltilt.errors import ForeignFiles, RunFolderError
-from fulltilt.records import BUCKETS, Buckets, LoaderRecord, RankRecord, RunRecord, Span
+from fulltilt.records import BUCKETS, Buckets, LoaderRecord, RankRecord, Span
 
 MOST_STREAMS = 4096
 
@@ -35,7 +35,7 @@ class RankFiles:
         owned = store.OwnedFolder.around(folder / store.RUN_FILE)
         if owned is None:
             raise RunFolderError(f"{folder} is not a run folder of Fulltilt's")
-        if _is_task(folder):
+        if store.is_task(folder):
             return cls._claim_part(owned, rank)
         for stream in range(rank, rank + MOST_STREAMS):
             if _take(owned, store.claim_file(stream)):
@@ -89,13 +89,6 @@ def cut_before(span: Span, moment_s: float) -> Span | None:
     if plain["startup_s"] < 0:
         return replace(span, t0_s=moment_s, buckets=Buckets(unattributed_s=span.t1_s - moment_s))
     return replace(span, t0_s=moment_s, buckets=Buckets(**plain))
-
-
-def _is_task(folder: Path) -> bool:
-    try:
-        return store.read_record(folder / store.RUN_FILE, RunRecord).task is not None
-    except RunFolderError:
-        return False
 
 
 def _pid_of(folder: Path, rank: int, part: int) -> int:

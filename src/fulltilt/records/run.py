@@ -278,7 +278,8 @@ class Settings:
 class LiveMove:
     """Settings that live tuning tried while the job trained, and what came of it.
 
-    ``expected`` is the range predicted for ``batches_per_s`` before the try. ``began_s`` is a moment of the run.
+    ``expected`` is the range predicted for ``batches_per_s`` before the try. ``began_s`` is a moment of the run, and
+    ``batch`` how many batches the loader had given by then: in a job of several ranks the same on all of them.
     """
 
     settings: Settings
@@ -288,6 +289,7 @@ class LiveMove:
     batches_per_s: float | None = None
     wait_share: float | None = None
     why: str | None = None
+    batch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +297,8 @@ class LiveRecord:
     """What live tuning did to one loader of a rank: the settings it found and those it put in force.
 
     ``cost_s`` is time of the training thread that went into tuning itself. ``note`` is what the user should know of
-    other workers, such as that they draw other random numbers.
+    other workers, such as that they draw other random numbers. ``ranks`` are those that moved together; the figures are
+    the slowest one's.
     """
 
     loader_id: int
@@ -310,6 +313,7 @@ class LiveRecord:
     moves: tuple[LiveMove, ...] = ()
     cost_s: float = 0.0
     note: str | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

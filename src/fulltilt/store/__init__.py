@@ -7,6 +7,7 @@
     findings.json         the diagnosis                               (written at the end)
     report.html           the page                                    (written at the end)
     settings.json         what live tuning found, for --settings      (one writer: rank 0)
+    live.GROUP.jsonl      what its ranks agreed on; live.GROUP.rank-0.jsonl, … what they reported   (one writer each)
 
 Of a job over several nodes or tasks each has such a folder in the job's, and ``load`` reads them as one run. There each
 process of a rank has files of its own: rank-3.json, then rank-3.1.json after a restart.
@@ -22,6 +23,7 @@ from fulltilt.store.owned_folder import OwnedFolder, open_plain, write_named_fil
 from fulltilt.store.record_json import decode, encode, encode_fully
 from fulltilt.store.run_files import (
     FINDINGS_FILE,
+    LIVE,
     REPORT_FILE,
     RUN_FILE,
     SAMPLES_FILE,
@@ -30,6 +32,7 @@ from fulltilt.store.run_files import (
     claim_file,
     create_folder,
     create_task_folder,
+    is_task,
     move_earlier_run,
     rank_file,
     rank_parts,
@@ -45,6 +48,7 @@ from fulltilt.store.run_files import (
 
 __all__ = [
     "FINDINGS_FILE",
+    "LIVE",
     "REPORT_FILE",
     "RUN_FILE",
     "SAMPLES_FILE",
@@ -57,6 +61,7 @@ __all__ = [
     "decode",
     "encode",
     "encode_fully",
+    "is_task",
     "load",
     "move_earlier_run",
     "newest_run",

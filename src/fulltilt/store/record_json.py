@@ -83,6 +83,9 @@ def _decoder(expected: Any) -> Decoder:
         return _union_decoder(get_args(expected))
     if origin is tuple:
         return _tuple_decoder(get_args(expected))
+    if isinstance(expected, type) and issubclass(expected, tuple):  # a NamedTuple
+        items = _tuple_decoder(tuple(get_type_hints(expected).values()))
+        return lambda plain: expected(*items(plain))
     if origin is Literal:
         return _literal_decoder(get_args(expected))
     return _plain_decoder(expected)

@@ -29,6 +29,7 @@ SAMPLES_FILE = "samples.jsonl"
 FINDINGS_FILE = "findings.json"
 REPORT_FILE = "report.html"
 SETTINGS_FILE = "settings.json"
+LIVE = "live"  # what the ranks report to each other under live tuning: live.GROUP.rank-3.jsonl
 
 
 def steps_file(rank: int, part: int = 0) -> str:
@@ -51,7 +52,8 @@ def claim_file(rank: int, part: int = 0) -> str:
 # Everything that a run leaves in its folder. What makes it a run folder comes last: whoever is killed while moving
 # them leaves a folder of which the next one still sees that there is something to move.
 RUN_FILES = (
-    *("rank-*.json", "steps*.jsonl", SAMPLES_FILE, FINDINGS_FILE, REPORT_FILE, SETTINGS_FILE, ".claim-*"),
+    *("rank-*.json", "steps*.jsonl", f"{LIVE}.*.jsonl", SAMPLES_FILE, FINDINGS_FILE, REPORT_FILE, SETTINGS_FILE),
+    ".claim-*",
     RUN_FILE,
 )
 
@@ -177,6 +179,14 @@ def _runs_nearby(folder: Path) -> str:
     if not newest:
         return "fulltilt run SCRIPT.py makes one, in fulltilt-runs."
     return f"There are runs in {', '.join(map(str, newest))}{' and others' if len(found) > len(newest) else ''}."
+
+
+def is_task(folder: Path) -> bool:
+    """Whether this is the run folder of one task of several."""
+    try:
+        return read_record(folder / RUN_FILE, RunRecord).task is not None
+    except RunFolderError:
+        return False
 
 
 def rank_parts(folder: Path) -> list[tuple[int, int]]:

@@ -176,6 +176,8 @@ def live_words(live: LiveRecord) -> str:
     if changed and before and after and live.before_wait_share is not None and live.wait_share is not None:
         wait = f"data wait {percent(live.before_wait_share)} → {percent(live.wait_share)} of the measured time"
         gain = f"{times(after / before)} as many batches a second ({number(after)}), {wait}"
+    if changed and live.ranks > 1:
+        changed += f" (each of {live.ranks} ranks)"
     first, *rest = filter(None, (changed, gain, trial, live.note))
     return "; ".join((f"live tuning: {first}", *rest))
 

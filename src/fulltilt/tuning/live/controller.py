@@ -103,12 +103,14 @@ class Capacity:
     """What is left for the workers of one loader. None means not known, and then it does not limit.
 
     ``cpu_share`` is the part of a fetch that needs a CPU; ``other_workers`` are those of the job's other loaders, and
-    ``ranks`` the processes of the job that share this machine. ``worker_bytes`` is the measured PSS of one worker.
+    ``ranks`` the processes of the job that share this machine, ``cpu_ranks`` those of them that share these CPUs (a
+    launcher may give each its own). ``worker_bytes`` is the measured PSS of one worker.
     """
 
     cpus: float
     cpu_share: float | None = None
     ranks: int = 1
+    cpu_ranks: int = 1
     other_workers: int = 0
     memory_free_bytes: int | None = None
     worker_bytes: int | None = None
@@ -122,9 +124,12 @@ class Capacity:
 def most_workers(capacity: Capacity, prefetch: int, limits: Limits = DEFAULT) -> tuple[int, str]:
     """The most workers that a new pool may have beside what runs now, and what sets that limit."""
     share = max(capacity.cpu_share if capacity.cpu_share is not None else 1.0, 1 / limits.waiting_workers_per_cpu)
-    cpus = capacity.cpus / capacity.ranks
     what = "1 usable CPU" if capacity.cpus == 1 else f"{capacity.cpus:g} usable CPUs"
-    bounds = [(max(math.ceil(cpus / share) - capacity.other_workers, 1), what)]
+    if capacity.ranks > 1:  # each has its part: together they never have more workers than there are CPUs
+        what += f" for {capacity.cpu_ranks} ranks" if capacity.cpu_ranks > 1 else ""
+        bounds = [(max(int(capacity.cpus // capacity.cpu_ranks) - capacity.other_workers, 0), what)]
+    else:
+        bounds = [(max(math.ceil(capacity.cpus / share) - capacity.other_workers, 1), what)]
     queued_bytes = (prefetch + 1) * (capacity.batch_bytes or 0)
     if capacity.memory_free_bytes is not None:
         measured = capacity.worker_bytes
@@ -143,11 +148,13 @@ def most_workers(capacity: Capacity, prefetch: int, limits: Limits = DEFAULT) ->
 def measure_capacity(session: Session, tap: LoaderTap, other_workers: int, tensors_per_batch: int) -> Capacity:
     """What is left for a new pool of this loader, beside everything that runs now."""
     told = session.state.workers.get(tap.loader_id)
-    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    told_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(int(told_ranks), 1) if told_ranks.isdigit() else 1
     return Capacity(
         cpus=cpu_capacity().usable,
         cpu_share=_cpu_share(session, tap),
-        ranks=max(int(local_ranks), 1) if local_ranks.isdigit() else 1,
+        ranks=ranks,
+        cpu_ranks=ranks,
         other_workers=other_workers,
         memory_free_bytes=memory_headroom_bytes(),
         worker_bytes=max(told.pss_bytes.values(), default=None) if told is not None else None,

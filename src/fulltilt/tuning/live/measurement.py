@@ -64,6 +64,12 @@ class Knobs(NamedTuple):
     pin: bool = False
 
 
+def words(knobs: Knobs) -> str:
+    """Settings in a few words."""
+    workers = f"{knobs.workers} worker{'' if knobs.workers == 1 else 's'}"
+    return f"{workers}, prefetch {knobs.prefetch}{', pinned' if knobs.pin else ''}" if knobs.workers else workers
+
+
 class Arrival(NamedTuple):
     """One batch: how long training waited for it, and how long it was busy before; ``from_queue``: batches used up."""
 

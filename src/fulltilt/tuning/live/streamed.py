@@ -56,7 +56,7 @@ class StreamTuner:
 
     def _judge(self, loader: Any, last: StreamPass, iterate: Callable[[Any], Any]) -> None:
         """Decide by the last pass how the next one is drawn."""
-        if (why := reason_against(loader) or last.problem) is not None:
+        if (why := reason_against(loader) or last.problem or self._live.reason_of_job(streams=True)) is not None:
             self._settle("left_alone", why, 0)
         elif (seen := last.seen(self._live.limits)) is None:
             return  # it was left early, or too short

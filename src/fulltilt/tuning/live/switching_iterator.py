@@ -69,6 +69,7 @@ class SwitchingIterator:
         indices, batch = self._draw()
         wait_s = time.perf_counter() - began_s
         self._num_yielded += 1
+        self._tuner.drawn += 1
         if check is not None:
             self._let_tune(lambda _: check.fetched(indices, batch))
         before, self._ready = self._ready, self._line[0].ready

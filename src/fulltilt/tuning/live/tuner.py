@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from fulltilt.errors import FulltiltError
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import BatchCheck, short
-from fulltilt.tuning.live.controller import Settle, Try, best_of, decide, pays
-from fulltilt.tuning.live.measurement import Arrival, Knobs, Seen, Window
+from fulltilt.tuning.live.controller import Capacity, Settle, Try, best_of, decide, pays
+from fulltilt.tuning.live.measurement import LOOK_EVERY_S, Arrival, Knobs, Seen, Window, words
+from fulltilt.tuning.live.ranks import Report
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
 from fulltilt.tuning.live.worker_pool import (
     IndexQueue,
@@ -46,6 +48,7 @@ OF_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers
 RANDOM_DRAWS = "the data set draws random numbers: in other workers they are others of the same distribution"
 LATER_SHUFFLES = ", and so are the shuffles of later epochs, which torch draws from the same generator"
 WATCHED = "not enough was seen yet"
+WAITING = "waiting for what the other ranks see, none of which moves alone"
 
 
 class Phase(Enum):
@@ -54,6 +57,7 @@ class Phase(Enum):
     WATCHING = "measuring the settings in force"
     CHECKING = "comparing what workers make with what the script has, before the first trial"
     TRYING = "measuring a new pool"
+    AGREEING = "this rank has reported; what comes next is for all ranks"
     DONE = "nothing more is tried"
 
 
@@ -69,6 +73,7 @@ class LoaderTuner:
         self.user = self.in_force = Knobs(0)
         self.phase = Phase.WATCHING
         self.tensors_per_batch = 0
+        self.drawn = 0  # batches, over all passes
         self._live = live
         self._limits = live.limits
         self._window = Window(live.limits)
@@ -76,7 +81,10 @@ class LoaderTuner:
         self._failed: tuple[Knobs, ...] = ()
         self._wanted = Try(self.user, (0.0, 0.0))
         self._check: BatchCheck | None = None
-        self._left_alone = self._is_known = False
+        self._left_alone = self._is_known = self._is_checked = self._is_trying = False
+        self._reported, self._batches_per_s, self._key = 0, 0.0, ""
+        self._agreed: Report | None = None
+        self._look_at_s = 0.0
         self._loader: Callable[[], Any] = lambda: None
         self._source: Callable[[], SwitchingIterator | None] = lambda: None
         self._persistent: SwitchingIterator | None = None  # keeps the source of a loader whose workers persist
@@ -123,7 +131,8 @@ class LoaderTuner:
         elif not same:
             self._is_known = True
             self.in_force = user
-            self.phase, self._check = Phase.WATCHING, None
+            self.phase, self._check, self._agreed = Phase.WATCHING, None, None
+            self._is_checked = self._is_trying = False
             self._seen, self._failed = (), ()
             own, cost_s = self._settings(user), self.record.cost_s
             self.record = LiveRecord(self.tap.loader_id, "watching", WATCHED, own, own, cost_s=cost_s)
@@ -155,7 +164,7 @@ class LoaderTuner:
 
     def _pool_in_force(self, source: SwitchingIterator) -> WorkerPool:
         """A pool with the settings in force; a trial goes on in the next pass."""
-        if self.phase is not Phase.TRYING:
+        if not self._is_trying:
             return self._make(source, self.in_force)
         pool = self._make(source, self._wanted.knobs)
         pool.on_trial = True
@@ -180,6 +189,8 @@ class LoaderTuner:
     def at_boundary(self, source: SwitchingIterator) -> None:
         """Move on, if something is due."""
         check = self._check
+        if self.phase is Phase.AGREEING and source.is_steady:
+            self._look_for_others(source)
         if self.phase is not Phase.CHECKING or check is None or not source.is_steady:
             return
         if check.may_begin and not check.is_collecting:
@@ -187,16 +198,14 @@ class LoaderTuner:
         if check.verdict is None:
             return
         self.tensors_per_batch = check.tensors_per_batch
-        if check.verdict == BatchCheck.RANDOM and self._live.exact:
+        if self._is_checked:
+            self._try(source)
+        elif check.verdict == BatchCheck.RANDOM and self._live.exact:
             self.leave_alone("its data set draws random numbers, which in other workers would be others (--exact)")
         elif check.verdict not in (BatchCheck.SAME, BatchCheck.RANDOM):
             self.leave_alone(check.verdict)
         else:
-            if check.verdict == BatchCheck.RANDOM:
-                shuffler = shuffler_of(sampler_of(source.loader))
-                shuffles_too = check.draws_from_torch and shuffler is not None and shuffler.generator is None
-                self.record = replace(self.record, note=RANDOM_DRAWS + (LATER_SHUFFLES if shuffles_too else ""))
-            self._try(source)
+            self._report(source, is_random=check.verdict == BatchCheck.RANDOM)
 
     def _begin_check(self, source: SwitchingIterator, check: BatchCheck) -> None:
         with self._costs():
@@ -207,9 +216,17 @@ class LoaderTuner:
         if self.phase not in (Phase.WATCHING, Phase.TRYING) or not source.is_steady or not self.tap.trains:
             return
         seen = self._window.add(arrival)
-        if seen is not None:
-            with self._costs():
-                self._judge(source, self._with_pass_start(source, seen))
+        if seen is None:
+            return
+        if self._live.ranks is None and not self._live.is_alone():
+            return  # they have not met yet
+        with self._costs():
+            self._batches_per_s = seen.batches_per_s
+            reason = None if self._seen else reason_of_sampler(sampler_of(source.loader), source.queue.indices)
+            if (reason := reason or self._live.reason_of_job()) is not None:
+                self.leave_alone(reason)
+            else:
+                self._report(source, seen=self._with_pass_start(source, seen))
 
     def _with_pass_start(self, source: SwitchingIterator, seen: Seen) -> Seen:
         """Workers that end with their pass are started anew for the next: each batch bears its part of that."""
@@ -224,22 +241,66 @@ class LoaderTuner:
         rate = 1 / (1 / seen.batches_per_s + start_s / batches)
         return seen._replace(batches_per_s=rate, wait_share=1 - rate * seen.busy_s)
 
-    def _judge(self, source: SwitchingIterator, seen: Seen) -> None:
+    def _report(self, source: SwitchingIterator, **what: Any) -> None:
+        """Act on this, or, in a job of several ranks, let all of them agree on what each of them reports."""
+        capacity = self._live.capacity(self.tap, self.tensors_per_batch)
+        report = self._live.report(self.tap, self.drawn, self.user, capacity, **what)
+        if (ranks := self._live.ranks) is None:
+            self._act(source, report)
+            return
+        try:
+            ranks.say(report)
+        except FulltiltError as error:  # the disk is full
+            self.broke(error)
+            return
+        self._reported += 1
+        self._key, self.phase = report.loader, Phase.AGREEING
+        self._note(self.record.state, WAITING, ranks=ranks.world_size)
+
+    def _look_for_others(self, source: SwitchingIterator) -> None:
+        """Act on what the ranks agreed on, at the batch that they agreed on."""
+        now_s, ranks = time.perf_counter(), self._live.ranks
+        if self._agreed is None and ranks is not None and now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_EVERY_S
+            with self._costs():
+                self._agreed = ranks.agreed(self._key, self._reported - 1, self.drawn, self._batches_per_s)
+                if self._agreed is None and ranks.waiting_for is not None:
+                    self._note(self.record.state, f"{WAITING} (rank {ranks.waiting_for} has not reported)")
+        if self._agreed is not None and self.drawn >= self._agreed.batch:
+            agreed, self._agreed = self._agreed, None
+            with self._costs():
+                self._act(source, agreed)
+
+    def _act(self, source: SwitchingIterator, agreed: Report) -> None:
+        """All ranks do the same now, from the same figures."""
+        if agreed.left_alone is not None:
+            self.leave_alone(agreed.left_alone)
+            if source.pool is not None and source.pool.knobs != self.user:
+                source.hand_over(self._make(source, self.user))
+        elif agreed.failed is not None:
+            if self._is_trying:
+                self._trial_failed(source, agreed.failed)
+            self._decide(source, agreed.capacity)
+        elif agreed.is_random is not None:
+            self._is_checked = True
+            if agreed.is_random and self._check is not None:
+                shuffler = shuffler_of(sampler_of(source.loader))
+                shuffles_too = self._check.draws_from_torch and shuffler is not None and shuffler.generator is None
+                self.record = replace(self.record, note=RANDOM_DRAWS + (LATER_SHUFFLES if shuffles_too else ""))
+            self._try(source)
+        elif agreed.seen is not None:
+            self._judge(source, agreed.seen, agreed.capacity)
+
+    def _judge(self, source: SwitchingIterator, seen: Seen, capacity: Capacity) -> None:
         """A window is full: keep or take back what was tried, and decide what comes next."""
-        if not self._seen:
-            reason = reason_of_sampler(sampler_of(source.loader), source.queue.indices)
-            if reason is not None:
-                self.leave_alone(reason)
-                return
-        if self.phase is Phase.TRYING:
+        if self._is_trying:
             self._end_trial(source, seen)
         else:
             self._saw(seen)
         self._seen = (*self._seen, seen)
-        self._decide(source)
+        self._decide(source, capacity)
 
-    def _decide(self, source: SwitchingIterator) -> None:
-        capacity = self._live.capacity(self.tap, self.tensors_per_batch)
+    def _decide(self, source: SwitchingIterator, capacity: Capacity) -> None:
         move = decide(self._seen, capacity, self._failed, self._limits)
         if isinstance(move, Settle):
             self.phase = Phase.DONE
@@ -255,9 +316,9 @@ class LoaderTuner:
     def _try(self, source: SwitchingIterator) -> None:
         """Let a pool with the wanted settings go on behind what is under way."""
         knobs = self._wanted.knobs
-        move = LiveMove(self._settings(knobs), self._live.now_s(), expected=self._wanted.expected)
+        move = LiveMove(self._settings(knobs), self._live.now_s(), expected=self._wanted.expected, batch=self.drawn)
         self._note("trying", f"trying {words(knobs)}", moves=(*self.record.moves, move))
-        self.phase = Phase.TRYING
+        self.phase, self._is_trying = Phase.TRYING, True
         self._window.begin(knobs, knobs.workers * knobs.prefetch, self._to_beat.batches_per_s)
         self.tap.serving_workers = knobs.workers
         source.hand_over(self._pool_in_force(source))
@@ -268,7 +329,7 @@ class LoaderTuner:
         return next((one for one in reversed(self._seen) if one.knobs == self.in_force), best_of(self._seen))
 
     def _end_trial(self, source: SwitchingIterator, seen: Seen) -> None:
-        self.phase = Phase.WATCHING
+        self.phase, self._is_trying = Phase.WATCHING, False
         if pays(self._to_beat, seen, self._limits):
             if source.pool is not None:
                 source.pool.on_trial = False
@@ -302,18 +363,26 @@ class LoaderTuner:
 
     def replace_failed(self, source: SwitchingIterator, pool: WorkerPool, error: Exception) -> WorkerPool:
         """The pool that goes on where one of ours broke: with the best settings so far, or with the script's own."""
-        if pool.on_trial:
-            self._failed = (*self._failed, self._wanted.knobs)
-            self._end_move("failed", None, short(error))
-            self._note("watching", short(error))
-            self._note_in_force()
+        if pool.on_trial and self.phase is Phase.TRYING:
+            pool.on_trial = False
+            self._trial_failed(source, short(error))
             if is_of_data_set(error) and not self.user.workers:
                 self.leave_alone(f"its data set works in the training process only ({short(error)})")
             else:
-                self._decide(source)
+                self._report(source, failed=short(error))
         else:
             self.leave_alone(f"{words(pool.knobs)} failed ({short(error)}): back to the script's own settings")
         return self._make(source, self.in_force)
+
+    def _trial_failed(self, source: SwitchingIterator, why: str) -> None:
+        """Back to the settings in force. Here the pool has been replaced already where it is this rank's that broke."""
+        self._is_trying = False
+        self._failed = (*self._failed, self._wanted.knobs)
+        self._end_move("failed", None, why)
+        self._note("watching", why)
+        self._note_in_force()
+        if source.pool is not None and source.pool.on_trial:
+            source.hand_over(self._pool_in_force(source))
 
     def make_here(self, source: SwitchingIterator, indices: Any) -> tuple[Any, Any]:
         """A batch, made in the training process. Raises what the script's data set raises there."""
@@ -325,11 +394,16 @@ class LoaderTuner:
         """Tuning itself went wrong: whatever serves now goes on."""
         self.phase = Phase.DONE
         self._note("settled", f"tuning ended by an error of its own ({short(error)})")
+        with contextlib.suppress(Exception):
+            if (ranks := self._live.ranks) is not None:
+                ranks.say(self._live.report(self.tap, 0, self.user, Capacity(0.0), left_alone=self.record.why))
 
     def leave_alone(self, why: str) -> None:
         """Go back to the script's own settings for good."""
+        if self._is_trying:
+            self._end_move("failed", None, why)
         self.phase = Phase.DONE
-        self._left_alone = True
+        self._left_alone, self._is_trying = True, False
         self.in_force = self.user
         found_others = self.record.settings != self.record.before
         self._note("left_alone", why, settings=self.record.before)
@@ -380,9 +454,3 @@ class LoaderTuner:
             yield
         finally:
             self.record = replace(self.record, cost_s=self.record.cost_s + time.perf_counter() - began_s)
-
-
-def words(knobs: Knobs) -> str:
-    """Settings in a few words."""
-    workers = f"{knobs.workers} worker{'' if knobs.workers == 1 else 's'}"
-    return f"{workers}, prefetch {knobs.prefetch}{', pinned' if knobs.pin else ''}" if knobs.workers else workers

@@ -1,0 +1,132 @@
+"""What the ranks of a job agree on before live tuning acts, so that all of them move together, at the same batch.
+
+Ranks train in step: where one tries something, all are slowed down by it, or hold it back. So each rank reports what it
+saw in a file of its own, in its run folder. Once rank 0 has read the reports of all, it writes what they come to, by
+the slowest rank, and a batch that none has reached; there each of them takes the same decision from the same figures.
+Nobody waits: as long as a report is missing, all go on with what they have.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fulltilt import store
+from fulltilt.tuning.live.controller import Capacity, most_workers
+from fulltilt.tuning.live.measurement import Knobs, Seen, words
+
+# How far ahead of all ranks they are to move: each of them looks into the folder between two batches.
+AHEAD_S = 1.0
+AHEAD_BATCHES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank says after ``batch`` batches of a loader, or what all of them act on then.
+
+    One is set of: ``left_alone`` and ``failed`` (a trial) say why, ``is_random`` is the outcome of the batch check,
+    ``seen`` what the settings in force or on trial gave. ``cpus`` names those that this rank may use, ``knobs`` are the
+    script's own.
+    """
+
+    loader: str
+    batch: int
+    host: str
+    cpus: str
+    knobs: Knobs
+    capacity: Capacity
+    seen: Seen | None = None
+    is_random: bool | None = None
+    failed: str | None = None
+    left_alone: str | None = None
+
+
+def agree(reports: Sequence[Report]) -> Report:
+    """What the reports of all ranks, rank 0's first, come to."""
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        if report.left_alone is not None:
+            return replace(first, left_alone=f"on rank {rank}, {report.left_alone}")
+        if report.knobs != first.knobs:
+            differ = f"{words(first.knobs)} on rank 0, {words(report.knobs)} on rank {rank}"
+            return replace(first, left_alone=f"its settings are not the same on all ranks ({differ})")
+    ranks = Counter(report.host for report in reports)
+    sharing = Counter((report.host, report.cpus) for report in reports)
+    rooms = [
+        replace(report.capacity, ranks=ranks[report.host], cpu_ranks=sharing[report.host, report.cpus])
+        for report in reports
+    ]
+    failed = (f"on rank {rank}, {one.failed}" for rank, one in enumerate(reports) if one.failed is not None)
+    seen = [one.seen for one in reports if one.seen is not None]
+    draws = [one.is_random for one in reports if one.is_random is not None]
+    return replace(
+        first,
+        capacity=min(rooms, key=lambda room: most_workers(room, first.knobs.prefetch)[0]),
+        # The rank that waits longest for its data is the one that all others wait for.
+        seen=max(seen, key=lambda one: one.wait_share, default=None),
+        is_random=any(draws) if draws else None,
+        failed=next(failed, None),
+    )
+
+
+class Ranks:
+    """The reports of all ranks of a process group, in the run folder, or in those of all tasks of the job."""
+
+    def __init__(self, folder: Path, group: str, rank: int, world_size: int) -> None:
+        self.waiting_for: int | None = None  # the first rank whose report rank 0 lacks
+        self._tasks = folder.parent if store.is_task(folder) else None
+        self.world_size, self._folder = world_size, folder
+        self._name = f"{store.LIVE}.{re.sub(r'[^A-Za-z0-9._-]+', '-', group)}"
+        self._reports = store.LineWriter(folder / self._file(rank))
+        self._agreed = store.LineWriter(folder / self._file()) if rank == 0 else None
+        self._read: dict[str, tuple[Path, int, list[Report]]] = {}  # path, bytes read, lines, by the file's name
+
+    def _file(self, rank: int | None = None) -> str:
+        return f"{self._name}.jsonl" if rank is None else f"{self._name}.rank-{rank}.jsonl"
+
+    def say(self, report: Report) -> None:
+        """Report to the others: one report a round, in the order of the rounds. One that leaves alone is the last."""
+        self._reports.write([report])
+
+    def agreed(self, loader: str, number: int, batch: int, batches_per_s: float) -> Report | None:
+        """What all ranks act on in this round, each when it has drawn as many batches; None: it is not yet known.
+
+        ``batch`` and ``batches_per_s`` are how far this rank is, and how fast.
+        """
+        self.waiting_for = None
+        known = self._lines(self._file(), loader)
+        if number < len(known):
+            return known[number]
+        reports: list[Report] = []
+        for rank in range(self.world_size if self._agreed is not None else 1):
+            said = self._lines(self._file(rank), loader)
+            last = said[-1] if said and said[-1].left_alone is not None else None
+            if last is None and number >= len(said):
+                self.waiting_for = rank
+                return None
+            reports.append(last or said[number])
+        come_to = agree(reports)
+        if self._agreed is None:  # where rank 0 has left its loader alone, nobody else would say so
+            return replace(come_to, batch=batch) if reports[0].left_alone is not None else None
+        ahead = AHEAD_BATCHES + math.ceil(AHEAD_S * batches_per_s)
+        self._agreed.write([replace(come_to, batch=max(batch, *(one.batch for one in reports)) + ahead)])
+        return None
+
+    def _lines(self, name: str, loader: str) -> list[Report]:
+        """The lines of a file about one loader. A task's file is opened anew each time: NFS then shows what is new."""
+        path, offset, lines = self._read.get(name) or (self._find(name), 0, [])
+        if path is None:
+            return []
+        new, offset = store.read_new_lines(path, Report, offset)
+        lines += new
+        self._read[name] = path, offset, lines
+        return [line for line in lines if line.loader == loader]
+
+    def _find(self, name: str) -> Path | None:
+        if self._tasks is None:
+            return self._folder / name
+        return next(self._tasks.glob(f"*/{name}"), None)

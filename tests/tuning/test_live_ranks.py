@@ -1,0 +1,225 @@
+"""Live tuning in a job of several ranks: one decision for all, at the same batch, and nobody waits for a report."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fulltilt import store
+from fulltilt.probes.host import cpu_capacity
+from fulltilt.records import RunRecord, Task
+from fulltilt.tuning.live.controller import Capacity, most_workers
+from fulltilt.tuning.live.measurement import Knobs, Seen
+from fulltilt.tuning.live.ranks import Ranks, Report, agree
+from tests.diagnosis.examples import machine
+from tests.faults.ranks import free_port
+
+JOB = Path(__file__).with_name("ranks_job.py")
+BATCHES = 600
+LIMIT_S = 400
+
+
+def seen(wait_share: float, workers: int = 0) -> Seen:
+    return Seen(Knobs(workers), 10.0, 0.01, wait_share, (1 - wait_share) / 10.0)
+
+
+def report(batch: int = 30, wait_share: float = 0.5, host: str = "a", cpus: float = 8.0, mask: str = "ff") -> Report:
+    return Report("train.py:3 0", batch, host, mask, Knobs(0), Capacity(cpus), seen=seen(wait_share))
+
+
+# --------------------------------------------------------------------------- what reports come to
+
+
+def test_the_slowest_rank_speaks_for_all() -> None:
+    agreed = agree([report(wait_share=0.1), report(wait_share=0.6), report(wait_share=0.3)])
+    assert agreed.seen == seen(0.6)
+
+
+def test_the_ranks_of_a_machine_divide_its_cpus() -> None:
+    agreed = agree([report(host="a", cpus=16), report(host="b", cpus=12), report(host="b", cpus=12)])
+    assert (agreed.capacity.cpus, agreed.capacity.ranks) == (12, 2)
+    assert most_workers(agreed.capacity, 2) == (6, "12 usable CPUs for 2 ranks")
+
+
+def test_cpus_that_a_launcher_has_divided_already_are_not_divided_again() -> None:
+    agreed = agree([report(cpus=4, mask="0f"), report(cpus=4, mask="f0")])
+    assert (agreed.capacity.ranks, most_workers(agreed.capacity, 2)) == (2, (4, "4 usable CPUs"))
+
+
+@pytest.mark.parametrize("cpu_share", [None, 0.05, 1.0])
+def test_ranks_together_have_no_more_workers_than_cpus(cpu_share: float | None) -> None:
+    for cpus in (1.0, 1.5, 2.0, 7.0, 64.0):
+        for ranks in (2, 3, 8):
+            capacity = Capacity(cpus, cpu_share=cpu_share, ranks=ranks, cpu_ranks=ranks)
+            assert ranks * most_workers(capacity, 2)[0] <= cpus
+
+
+def test_one_rank_left_alone_leaves_all_alone() -> None:
+    alone = replace(report(), seen=None, left_alone="its class Mine iterates in a way of its own")
+    assert agree([report(), alone]).left_alone == "on rank 1, its class Mine iterates in a way of its own"
+
+
+def test_ranks_with_other_settings_are_left_alone() -> None:
+    why = agree([report(), replace(report(), knobs=Knobs(2))]).left_alone
+    assert why == "its settings are not the same on all ranks (0 workers on rank 0, 2 workers, prefetch 2 on rank 1)"
+
+
+def test_a_trial_that_failed_on_one_rank_failed_on_all() -> None:
+    agreed = agree([report(), replace(report(), seen=None, failed="RuntimeError: gone")])
+    assert agreed.failed == "on rank 1, RuntimeError: gone"
+
+
+@pytest.mark.parametrize("drawn", [(False, False), (False, True)])
+def test_random_draws_on_one_rank_are_random_draws(drawn: tuple[bool, ...]) -> None:
+    assert agree([replace(report(), seen=None, is_random=one) for one in drawn]).is_random == any(drawn)
+
+
+# --------------------------------------------------------------------------- through the folder
+
+
+def run_folder(path: Path, task: Task | None = None) -> Path:
+    folder = store.create_folder(path) if task is None else store.create_task_folder(path, f"{task.number}-a")
+    store.write_json(folder / store.RUN_FILE, RunRecord("job", ("job.py",), "", machine(), "1", task=task))
+    return folder
+
+
+@pytest.fixture(params=["one run", "tasks"])
+def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
+    """The run folders of two ranks: the same one, or those of two tasks."""
+    if request.param == "one run":
+        return [run_folder(tmp_path / "run")] * 2
+    return [run_folder(tmp_path / "job", Task("job", number, 2, 0)) for number in range(2)]
+
+
+def test_all_ranks_get_the_same_at_a_batch_that_none_has_reached(folders: list[Path]) -> None:
+    ranks = [Ranks(folder, "group.2.0", rank, 2) for rank, folder in enumerate(folders)]
+    for number, batches in enumerate([(30, 33), (90, 80)]):
+        for one, batch in zip(ranks, batches, strict=True):
+            assert one.agreed("train.py:3 0", number, batch, 10.0) is None
+            one.say(report(batch, wait_share=batch / 100))
+        assert ranks[1].agreed("train.py:3 0", number, batches[1], 10.0) is None  # rank 0 has not looked yet
+        assert ranks[0].agreed("train.py:3 0", number, batches[0] + 8, 10.0) is None
+        first, second = (one.agreed("train.py:3 0", number, 99, 10.0) for one in ranks)
+        assert first == second
+        assert first is not None
+        assert first.seen is not None
+        assert first.seen.wait_share == max(batches) / 100
+        assert first.batch == max(batches[0] + 8, batches[1]) + 12
+    assert ranks[1].agreed("train.py:9 0", 0, 99, 10.0) is None  # another loader
+
+
+def test_as_long_as_a_report_is_missing_nothing_is_agreed(folders: list[Path]) -> None:
+    ranks = [Ranks(folder, "group.3.0", rank, 3) for rank, folder in enumerate(folders)]
+    for one in ranks:
+        one.say(report())
+        assert one.agreed("train.py:3 0", 0, 40, 10.0) is None
+    assert ranks[0].agreed("train.py:3 0", 0, 4000, 10.0) is None
+    assert ranks[0].waiting_for == 2
+
+
+def test_a_loader_that_rank_0_leaves_alone_is_left_alone_by_all(folders: list[Path]) -> None:
+    ranks = [Ranks(folder, "group.2.0", rank, 2) for rank, folder in enumerate(folders)]
+    ranks[0].say(replace(report(), seen=None, left_alone="it is mine"))
+    ranks[1].say(report())
+    agreed = ranks[1].agreed("train.py:3 0", 0, 40, 10.0)
+    assert agreed is not None
+    assert (agreed.left_alone, agreed.batch) == ("on rank 0, it is mine", 40)
+
+
+# --------------------------------------------------------------------------- whole jobs
+
+
+def launch(out: Path, special: str = "", batches: int = BATCHES, auto: str = "") -> tuple[int, int]:
+    """Two ranks: as they are, as one run, or as two tasks of a job. Returns the exit code and `listening_ports`."""
+    out.mkdir()
+    run = [sys.executable, "-m", "fulltilt", "run", "--auto", "--out", str(out / "run")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    before, between = ([*run, "--"] if auto == "one run" else []), (["--no-python", *run] if auto == "tasks" else [])
+    command = [*before, *torchrun, *between, str(JOB), str(batches), str(out), special]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (out / "errors").open("w") as errors, subprocess.Popen(command, env=environment, stderr=errors) as process:
+        ports = listening_ports(process)
+    return process.returncode, ports
+
+
+def told(out: Path) -> list[str]:
+    return [(out / f"{rank}.txt").read_text() for rank in range(2)]
+
+
+def listening_ports(process: subprocess.Popen[bytes]) -> int:
+    """At how many ports the processes of a job listen, the most that were seen until it ends."""
+    most = 0
+    while process.poll() is None:
+        ports = set()
+        try:
+            for one in [(job := psutil.Process(process.pid)), *job.children(recursive=True)]:
+                ports |= {c.laddr.port for c in one.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        except psutil.Error:
+            continue  # it has just ended
+        most = max(most, len(ports))
+        try:
+            process.wait(1)
+        except subprocess.TimeoutExpired:
+            continue
+    return most
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], int]:
+    """What the ranks tell without Fulltilt, and at how many ports they listen."""
+    out = tmp_path_factory.mktemp("plain") / "out"
+    code, ports = launch(out)
+    assert code == 0
+    return told(out), ports
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.skipif(cpu_capacity().usable < 2, reason="there is no room for a worker on each of two ranks")
+@pytest.mark.parametrize(("auto", "special"), [("one run", ""), ("tasks", "pauses")])
+def test_two_ranks_move_together_and_train_what_they_train_without(
+    auto: str, special: str, plain: tuple[list[str], int], tmp_path: Path
+) -> None:
+    code, ports = launch(tmp_path / "out", special, auto=auto)
+    errors = (tmp_path / "out" / "errors").read_text()
+    assert code == 0, errors
+    assert (told(tmp_path / "out"), ports) == plain
+    run = store.load(tmp_path / "out" / "run")
+    one, other = (live for rank in run.ranks for live in rank.live)
+    assert one.settings == other.settings
+    assert 1 <= one.settings.num_workers <= cpu_capacity().usable / 2
+    assert [(move.batch, move.settings, move.outcome) for move in one.moves] == [
+        (move.batch, move.settings, move.outcome) for move in other.moves
+    ]
+    assert one.moves[0].outcome == "kept"
+    assert (one.wait_share, one.before_wait_share) == (other.wait_share, other.before_wait_share)
+    assert one.wait_share < one.before_wait_share
+    assert f"num_workers 0 → {one.settings.num_workers}" in " ".join(errors.split())
+    assert "(each of 2 ranks)" in " ".join(errors.split())
+    assert "settings found" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_nobody_moves_where_the_loader_of_one_rank_cannot_be_tuned(tmp_path: Path) -> None:
+    code, _ = launch(tmp_path / "out", "own_sampler", BATCHES // 2, auto="one run")
+    errors = (tmp_path / "out" / "errors").read_text()
+    assert code == 0, errors
+    lives = [live for rank in store.load(tmp_path / "out" / "run").ranks for live in rank.live]
+    assert [(live.state, live.moves, live.settings.num_workers) for live in lives] == [("left_alone", (), 0)] * 2
+    assert lives[0].why.startswith("on rank 1, its sampler OwnSampler may depend on")
+    assert "its sampler OwnSampler may depend on" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_a_rank_that_dies_ends_the_job_as_it_does_without(tmp_path: Path) -> None:
+    code, _ = launch(tmp_path / "out", "dies", auto="one run")
+    assert code == 1
+    assert "exitcode  : 7" in (tmp_path / "out" / "errors").read_text()
