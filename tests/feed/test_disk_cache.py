@@ -19,17 +19,15 @@ import torch
 from typer.testing import CliRunner
 
 from fulltilt import feed
-from fulltilt.errors import DoesNotFit, MachineError, UsageError
-from fulltilt.feed import sample_cache
+from fulltilt.errors import MachineError, UsageError
+from fulltilt.feed import disk_cache, sample_cache
 from fulltilt.feed.disk_cache import (
     FORMAT,
     HEADER_BYTES,
     PARTIAL,
     SUB_FOLDER,
-    CacheFull,
     default_cache_dir,
     list_caches,
-    make_room,
     open_cache,
     sweep,
 )
@@ -406,27 +404,17 @@ def test_a_disk_without_room_at_the_start_does_not_stop_training(cache_dir):
     assert torch.equal(served[0], torch.stack([Pixels(40)[i][0] for i in range(40)]))
 
 
-def test_the_cap_deletes_what_was_used_longest_ago(cache_dir, monkeypatch):
-    for size in (4, 5, 6):
-        run_size = Pixels(30, size=size)
-        run_size.mark = size
-        with feed.loader(run_size, 4, cache_key="v1", residency="disk", cache_dir=cache_dir, num_workers=0) as loader:
-            loader.fill()
-        for entry in list_caches(cache_dir):
-            used = time.time() - 1000 + 100 * len(list_caches(cache_dir))
-            if entry.used_at_s > time.time() - 500:
-                os.utime(entry.path, (used, used))
-    newest, middle, oldest = list_caches(cache_dir)
-    total = newest.size_bytes + middle.size_bytes + oldest.size_bytes
-    make_room(cache_dir, 10, total + 10)
-    assert len(list_caches(cache_dir)) == 3
-    make_room(cache_dir, 11, total + 10)
-    assert [entry.path for entry in list_caches(cache_dir)] == [newest.path, middle.path]
-    with pytest.raises(CacheFull, match="may take 5"):
-        make_room(cache_dir, 6, 5)
-    monkeypatch.setenv("FULLTILT_CACHE_LIMIT_BYTES", "100")
-    with pytest.raises(DoesNotFit, match=r"needs 6\.9 KiB; disk has room for 100 B"):
-        _run_pixels(Pixels(40, size=7), cache_dir)
+def test_a_new_cache_takes_no_more_than_half_of_the_free_disk(files, cache_dir, monkeypatch):
+    need = 12 * (64 * 8 + 4)
+    monkeypatch.setattr(disk_cache, "free_disk_bytes", lambda _: 2 * need)
+    assert "cache new" in opened(run(Files(files), cache_dir)[1])
+    (kept,) = list_caches(cache_dir)
+    monkeypatch.setattr(disk_cache, "free_disk_bytes", lambda _: 2 * need - 2)
+    assert "cache found" in opened(run(Files(files), cache_dir)[1]), "the one that is there needs none"
+    _, loader = run(Files(files, factor=2), cache_dir)
+    assert "more than half of the" in opened(loader)
+    assert loader.tier == "none"
+    assert [entry.path for entry in list_caches(cache_dir)] == [kept.path]
 
 
 def test_two_ranks_fill_one_cache(files, cache_dir):

@@ -425,7 +425,7 @@ def test_mistakes_are_told_in_a_sentence():
     [
         ({"seed": "a"}, "seed is 'a'"),
         ({"cache_dir": 5}, "cache_dir is 5"),
-        ({"cache_limit_bytes": "10G"}, "number of bytes"),
+        ({"reserve_bytes": "10G"}, "number of bytes"),
         ({"collate_fn": torch.stack}, "has no collate_fn"),
         ({"sampler": 5}, "cannot be asked"),
         ({"checks": "all"}, "checks is 'all'"),

@@ -38,6 +38,7 @@ from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.feed.epoch_order import spread
 from fulltilt.feed.sample_layout import Layout
 from fulltilt.feed.sample_store import HostStore
+from fulltilt.figures import size as in_words
 from fulltilt.store.owned_folder import MARKER, OwnedFolder, is_private, kind_of
 
 try:
@@ -50,8 +51,6 @@ PARTIAL = ".partial"
 KIND = "cache"
 # Where the folder asked for holds other files, or anybody may write into it.
 SUB_FOLDER = "fulltilt-cache"
-# A disk that is full to the last byte breaks everybody's job.
-DISK_SHARE = 0.9
 HEADER_BYTES = 16 * 1024  # whole pages, on every machine
 # Of a complete cache so much is compared with its checksums: a quarter of a second, and all of a small one.
 CHECKED_BYTES, CHECKED_ROWS = 256 * 1024**2, 10_000
@@ -142,38 +141,13 @@ def _sweep(owned: OwnedFolder) -> int:
     return removed
 
 
-def room_bytes(cache_dir: Path, limit_bytes: int | None = None) -> int | None:
-    """What all caches together may take on the disk; None if it cannot be asked.
+def room_bytes(cache_dir: Path) -> int | None:
+    """What a cache may take: half of the free disk, so that caches never fill it; None if it cannot be asked.
 
-    The cap is ``limit_bytes``, FULLTILT_CACHE_LIMIT_BYTES, or half of what the disk has left for them.
+    What all caches take counts as room: the one that is looked for may be among them.
     """
     free = free_disk_bytes(cache_dir)
-    if free is None:
-        return limit_bytes
-    used = sum(entry.size_bytes for entry in list_caches(cache_dir))
-    if limit_bytes is None:
-        named = os.environ.get("FULLTILT_CACHE_LIMIT_BYTES")
-        try:
-            limit_bytes = int(named) if named else (free + used) // 2
-        except ValueError as error:
-            raise UsageError(f"FULLTILT_CACHE_LIMIT_BYTES is {named!r}, not a number of bytes") from error
-    return min(limit_bytes, used + int(free * DISK_SHARE))
-
-
-def make_room(cache_dir: Path, need_bytes: int, limit_bytes: int | None) -> None:
-    """Delete the caches used longest ago until ``need_bytes`` fit into the room for all. Raises CacheFull."""
-    limit = room_bytes(cache_dir, limit_bytes)
-    if limit is None:
-        return
-    if need_bytes > limit:
-        raise CacheFull(f"the cache needs {need_bytes} bytes and may take {limit}")
-    entries = list_caches(cache_dir)
-    used = sum(entry.size_bytes for entry in entries)
-    for entry in reversed(entries):
-        if used + need_bytes > limit and remove(entry):
-            used -= entry.size_bytes
-    if used + need_bytes > limit:
-        raise CacheFull(f"the caches in use leave no {need_bytes} bytes of the {limit} allowed")
+    return None if free is None else free // 2 + sum(entry.size_bytes for entry in list_caches(cache_dir))
 
 
 def free_disk_bytes(folder: Path) -> int | None:
@@ -334,7 +308,6 @@ def open_cache(
     samples: int,
     *,
     keep: bool = True,
-    limit_bytes: int | None = None,
 ) -> tuple[DiskStore, str]:
     """The cache of the data set ``label``: found, shared or new; and in words which.
 
@@ -353,7 +326,7 @@ def open_cache(
             store, how = _find(owned, name, layout, samples)
             if store is None:
                 _sweep(owned)
-                make_room(cache_dir, samples * (layout.row_bytes + 4), limit_bytes)
+                _refuse_without_room(owned.path, samples * (layout.row_bytes + 4))
                 _create(owned, name + PARTIAL, label, layout, samples)
                 store = DiskStore(owned, name + PARTIAL, samples, layout.row_bytes, keep=keep)
             return store, how
@@ -364,6 +337,15 @@ def open_cache(
             told = f"the cache folder {owned.path} cannot be written: {error.strerror}"
             raise UsageError(told, "Set cache_dir.") from error
         raise FulltiltError(f"the cache in {owned.path} cannot be written: {error.strerror}") from error
+
+
+def _refuse_without_room(folder: Path, need_bytes: int) -> None:
+    free = free_disk_bytes(folder)
+    if free is not None and need_bytes > free // 2:
+        raise CacheFull(
+            f"a new cache of {in_words(need_bytes)} is more than half of the {in_words(free)} free in {folder}; "
+            "`fulltilt cache clear` makes room"
+        )
 
 
 def _find(owned: OwnedFolder, final: str, layout: Layout, samples: int) -> tuple[DiskStore | None, str]:

@@ -67,7 +67,6 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "checks": (_count, "a number of samples"),
     "seed": (lambda value: isinstance(value, int), "a whole number"),
     "reserve_bytes": (_or_none(_number), "a number of bytes"),
-    "cache_limit_bytes": (_or_none(_number), "a number of bytes"),
     "decode": (_or_none(callable), "a function of what the data set returns"),
     "cache_key": (
         _or_none(lambda value: isinstance(value, str) and value != ""),
@@ -95,7 +94,6 @@ def loader(
     num_workers: int | None = None,
     reserve_bytes: int | None = None,
     cache_dir: str | Path | None = None,
-    cache_limit_bytes: int | None = None,
     on_bad_sample: Policy = "stop",
     max_bad_share: float = 0.01,
     checks: int = 8,
@@ -142,7 +140,6 @@ def loader(
         bad=BadSamples(len(dataset), on_bad_sample, max_bad_share),
         reserve_bytes=reserve_bytes,
         cache_dir=cache_dir,
-        cache_limit_bytes=cache_limit_bytes,
         cache_key=cache_key,
         checks=checks,
     )

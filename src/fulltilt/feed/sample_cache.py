@@ -70,7 +70,6 @@ class SampleCache:
         bad: BadSamples,
         reserve_bytes: int | None = None,
         cache_dir: str | Path | None = None,
-        cache_limit_bytes: int | None = None,
         cache_key: str | None = None,
         checks: int = 8,
         on_worker_start: Callable[[], None] | None = None,
@@ -87,7 +86,6 @@ class SampleCache:
         self._reserve_bytes, self._checks = reserve_bytes, checks
         self._cache_key = cache_key if cache_key is not None else getattr(dataset, "cache_key", None)
         self._cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-        self._cache_limit_bytes = cache_limit_bytes
         self._epochs_served, self._declared = 0, found.declared
         self._attributes: Attributes | None = None  # the data set's when it was last read from
         # An unknown tier or one that this machine lacks is the user's mistake: say so now, not in mid-epoch.
@@ -202,9 +200,7 @@ class SampleCache:
         if tier == "disk":
             named = self._cache_key is not None
             label = f"{type(self.dataset).__name__} {self._cache_key or ''}".strip()
-            cache, how = open_cache(
-                self._cache_dir, label, self.layout, self.samples, keep=named, limit_bytes=self._cache_limit_bytes
-            )
+            cache, how = open_cache(self._cache_dir, label, self.layout, self.samples, keep=named)
             if not named:
                 how += "; for this run only: cache_key='...' names the data for the next run"
             return cache, f"cache {how}"
@@ -216,7 +212,6 @@ class SampleCache:
             self._cache_dir,
             reserve_bytes=self._reserve_bytes,
             model_has_run=model_has_run,
-            cache_limit_bytes=self._cache_limit_bytes,
         )
         # Without a key the next run could not tell what is in it: not worth writing, unless asked for.
         return replace(room, disk_bytes=None) if self.asked == "auto" and self._cache_key is None else room

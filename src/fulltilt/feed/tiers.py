@@ -97,7 +97,6 @@ def measure_room(
     *,
     reserve_bytes: int | None = None,
     model_has_run: bool = False,
-    cache_limit_bytes: int | None = None,
 ) -> Room:
     """What is free now; without a ``cache_dir`` there is no disk tier.
 
@@ -115,8 +114,7 @@ def measure_room(
             margin += max(0, reserve_bytes - torch.cuda.memory_reserved(device))
         vram = max(0, free - margin)
         pinned = int(ram * LIMITS.pinned_share)
-    # Caches that are there already are either the one looked for, or give way to it.
-    disk = None if cache_dir is None else room_bytes(cache_dir, cache_limit_bytes)
+    disk = None if cache_dir is None else room_bytes(cache_dir)
     return Room(vram, pinned, int(ram * LIMITS.ram_share), disk)
 
 
