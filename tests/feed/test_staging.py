@@ -123,7 +123,7 @@ def test_a_folder_behind_a_link_is_copied_and_a_circle_is_left(tmp_path):
     (elsewhere / "a.bin").write_bytes(b"a")
     (data / "cats").symlink_to(elsewhere)
     (elsewhere / "round").symlink_to(data)
-    with feed.stage_dir(data, tmp_path / "stage", when="always", shown=False) as staged:
+    with feed.stage_dir(data, tmp_path / "stage", when="always") as staged:
         assert (staged.path / "cats" / "a.bin").read_bytes() == b"a"
         assert len([path for path in staged.path.rglob("*") if path.is_file()]) == 1
 

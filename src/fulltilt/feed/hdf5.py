@@ -124,7 +124,7 @@ class Hdf5Loader(PositionedLoader):
                 yield batch if self._augment is None else self._augment(batch, self.order.seed, epoch, numbers)
 
     @torch.inference_mode(False)  # filled in an evaluation, the rows have to be of use to other threads
-    def fill(self, *, shown: bool | None = None) -> None:
+    def fill(self) -> None:
         """Read every row into its tier now, instead of before the first batch. Nothing to do for streamed rows."""
         if self.tier == "none" or self._kept is not None:
             return
@@ -132,7 +132,7 @@ class Hdf5Loader(PositionedLoader):
         offsets = list(itertools.accumulate((block.rows for block in self._blocks), initial=0))
         columns = self._empty(offsets.pop())
         with contextlib.closing(self._pool()) as pool, contextlib.closing(self._read(pool, numbers)) as arriving:
-            for number, row in progress(arriving, len(numbers), f"Reading HDF5 into {self.tier}", shown=shown):
+            for number, row in progress(arriving, len(numbers), f"Reading HDF5 into {self.tier}"):
                 self._place(number, row, columns, offsets[number])
         starts = [
             offset + torch.arange(block.samples) * self.source.stride

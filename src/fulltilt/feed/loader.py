@@ -216,7 +216,7 @@ class FeedLoader(PositionedLoader):
         """Go on from ``state``, with other ranks or batches too. Raises UsageError where that is not possible."""
         self.begin_at(*resumed_at(state, self.order))
 
-    def fill(self, *, shown: bool | None = None) -> None:
+    def fill(self) -> None:
         """Decode everything now, with a progress bar, instead of while the first epoch trains."""
         cache = self._cache
         if not cache.wanted:
@@ -225,7 +225,7 @@ class FeedLoader(PositionedLoader):
         everything = [*torch.split(torch.arange(cache.samples), self.batch_size)]
         if cache.rows.store is not None and len(cache.rows.lacking(everything)):
             batches = self._device_batches.batches(cache.rows, everything, 0)
-            for _ in progress(batches, len(everything), f"Decoding into {self.tier}", shown=shown):
+            for _ in progress(batches, len(everything), f"Decoding into {self.tier}"):
                 pass
         cache.end_epoch()
         cache.leave_epoch()

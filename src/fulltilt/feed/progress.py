@@ -11,9 +11,9 @@ from fulltilt.report.console import can_redraw
 Item = TypeVar("Item")
 
 
-def progress(items: Iterable[Item], total: int, label: str, *, shown: bool | None = None) -> Iterator[Item]:
-    """``items``, with a bar on stderr that counts them. ``shown`` None: only on a terminal."""
-    if not (can_redraw(sys.stderr) if shown is None else shown):
+def progress(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
+    """``items``, with a bar on stderr that counts them, where that is a terminal."""
+    if not can_redraw(sys.stderr):
         return iter(items)
     from rich.console import Console
     from rich.progress import track

@@ -68,7 +68,6 @@ def stage_dir(
     *,
     when: str = "auto",
     epochs: int = 10,
-    shown: bool | None = None,
 ) -> StagedFolder:
     """Copy ``data`` below ``stage`` if it pays (``when``: auto, always, never); use ``.path`` in either case.
 
@@ -101,7 +100,7 @@ def stage_dir(
             f"staging needs {in_words(need)}; {stage_path} has {in_words(free)} free",
             "Stage to a larger file system, or train from the original folder.",
         )
-    copied = _copy_all(source, target, files, shown)
+    copied = _copy_all(source, target, files)
     return StagedFolder(target / _FILES, target, f"{reason}; {copied} of {len(files)} files copied")
 
 
@@ -135,7 +134,7 @@ class StagedFolder:
 _File = tuple[str, int, int]  # path relative to the folder, size, modification time in ns
 
 
-def _copy_all(source: Path, target: Path, files: list[_File], shown: bool | None) -> int:
+def _copy_all(source: Path, target: Path, files: list[_File]) -> int:
     # In /dev/shm everybody may write: the folder has to be this user's alone.
     owned = OwnedFolder.claim_private(target, "staged copy", flag="stage")
 
@@ -154,7 +153,7 @@ def _copy_all(source: Path, target: Path, files: list[_File], shown: bool | None
         with owned.locked("", wait=True), ThreadPoolExecutor(_COPIERS) as copiers:
             missing = _missing(target, files)
             owned.reserve(_FILES, *(f"{_FILES}/{path}" for path in copied))
-            for _ in progress(copiers.map(copy, missing), len(missing), f"Staging {source.name}", shown=shown):
+            for _ in progress(copiers.map(copy, missing), len(missing), f"Staging {source.name}"):
                 pass
     except OSError as error:
         raise MachineError(

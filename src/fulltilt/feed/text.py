@@ -73,9 +73,7 @@ def _check_max_length(length: int | None) -> None:
         raise UsageError(f"max_length is {length!r}; it must be a whole number of at least 1")
 
 
-def tokenise(
-    texts: Iterable[str], tokenizer: Callable[..., Any], *, max_length: int | None = None, shown: bool | None = None
-) -> Tokens:
+def tokenise(texts: Iterable[str], tokenizer: Callable[..., Any], *, max_length: int | None = None) -> Tokens:
     """Run ``tokenizer`` (a list of texts to ``input_ids``) over all texts once, a thousand at a time.
 
     Raises UsageError and DataError.
@@ -86,7 +84,7 @@ def tokenise(
     every = list(texts)
     ids: list[list[int]] = []
     starts = range(0, len(every), 1000)
-    for start in progress(starts, len(starts), "Tokenising", shown=shown):
+    for start in progress(starts, len(starts), "Tokenising"):
         part = every[start : start + 1000]
         for number, one in enumerate(part, start):
             if one is None or one != one:  # an empty cell: a tokenizer would end in a traceback that names none
