@@ -93,6 +93,13 @@ def test_nothing_is_called_healthy_while_the_collectives_of_sharded_parameters_a
     assert answer(alone).verdict.code == "compute_bound"
 
 
+@pytest.mark.parametrize("exposed", [11.0, 20.0, 35.0, 49.0])
+def test_exposed_communication_of_sharded_ranks_comes_before_compute(exposed: float) -> None:
+    record = CommunicationRecord(None, None, None, "Work.wait")
+    shares = {"compute": 100.0 - exposed, "communication": exposed}
+    assert answer(pair(shares, shares, sharded=True, communication=record)).verdict.code == "communication_bound"
+
+
 def test_sharded_ranks_are_told_how_to_gather_less() -> None:
     run = pair({"compute": 60.0, "communication": 40.0}, {"compute": 60.0, "communication": 40.0}, sharded=True)
     finding = found(communication_bound(gather(run)))
