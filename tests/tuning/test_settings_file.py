@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from fulltilt import store
 from fulltilt.cli.run import settings_not_in_force
 from fulltilt.errors import UsageError
-from fulltilt.recorder.loaders.overrides import LoaderOverride, read_loader, read_settings
+from fulltilt.recorder.hooks import Patches
+from fulltilt.recorder.loaders.overrides import LoaderOverride, override_fastai, read_loader, read_settings
 from fulltilt.records import Settings
 from fulltilt.tuning.live.measurement import Knobs
 from tests.tuning.live_jobs import Squares, tuning
@@ -33,6 +37,32 @@ def test_a_loader_is_known_by_its_line_or_by_its_looks() -> None:
     line = changed.__code__.co_firstlineno + 2
     here = LoaderOverride(Settings(num_workers=3), f"{Path(__file__).relative_to(Path.cwd())}:{line}")
     assert changed(here)["num_workers"] == 3
+
+
+FASTAI = """
+class _FakeLoader:
+    def __init__(self, d, pin_memory, num_workers):
+        self.num_workers, self.pin_memory = num_workers, pin_memory
+"""
+
+
+def test_fastais_loaders_that_shuffle_take_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are none of torch's: trials of other workers all measured the same, and nothing could be tuned."""
+    (tmp_path / "fastai" / "data").mkdir(parents=True)
+    (tmp_path / "fastai" / "data" / "load.py").write_text(FASTAI)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fastai"]:
+        monkeypatch.delitem(sys.modules, name)
+    patches = Patches()
+    override_fastai(patches, Settings(num_workers=3))
+    made = importlib.import_module("fastai.data.load")._FakeLoader
+    shuffled, in_order = (made(SimpleNamespace(shuffle=shuffle), False, num_workers=0) for shuffle in (True, False))
+    assert (shuffled.num_workers, shuffled.pin_memory, in_order.num_workers) == (3, False, 0)
+    patches.restore()
+    assert made(SimpleNamespace(shuffle=True), False, num_workers=0).num_workers == 0
+    for name in ("fastai", "fastai.data", "fastai.data.load"):
+        del sys.modules[name]
 
 
 def test_the_file_names_its_loader_and_still_refuses_what_it_does_not_know(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ LIBRARIES = [
     ("skorch", "n = NeuralNetClassifier(M, lr=0.1)\n", "lr=0.1, iterator_train__num_workers=8, "),
     ("timm", "l = create_loader(d, 224, 8, num_workers=0)\n", "num_workers=8, "),
     ("ultralytics", "YOLO('a.yaml').train(data='b.yaml')\n", "data='b.yaml', workers=8)"),
-    ("fastai", "d = block.dataloaders(path, bs=8)\n", "bs=8, num_workers=8, "),
+    ("fastai", "d = block.dataloaders(path, bs=8)\n", "bs=8, num_workers=8, pin_memory=True)"),
 ]
 
 

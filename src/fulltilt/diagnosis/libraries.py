@@ -59,7 +59,7 @@ LIBRARIES: dict[str, Library] = {
     ),
     "fastai": Library(
         "{} in DataBlock.dataloaders(...) or DataLoaders.from_dsets(...)",
-        {name: name for name in _SAME if name != "prefetch_factor"} | {"batch_size": "bs"},
+        {"num_workers": "num_workers", "pin_memory": "pin_memory", "batch_size": "bs"},  # its workers never persist
         functions=("dataloaders", "from_dsets", "from_dblock", "from_folder", "from_name_func", "from_df", "from_csv"),
     ),
     "timm": Library(

@@ -23,7 +23,7 @@ from fulltilt.recorder.hooks.training import (
 from fulltilt.recorder.import_watcher import imported_iterables
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.loader_hooks import FeedTaps
-from fulltilt.recorder.loaders.overrides import LoaderOverride, read_loader, read_settings
+from fulltilt.recorder.loaders.overrides import LoaderOverride, override_fastai, read_loader, read_settings
 from fulltilt.recorder.profiler import StepProfiler
 from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.recorder import Recorder
@@ -51,6 +51,7 @@ class Session:
         """Put the hooks in place. The observer starts with the first loader, backward or step."""
         if self._settings is not None:
             self.taps.override = LoaderOverride(self._settings, self._settings_for)
+            override_fastai(self._patches, self._settings)
             if self._settings.torch_threads:
                 self._torch.set_num_threads(self._settings.torch_threads)
         self.patch()

@@ -7,6 +7,7 @@
 | utils.data's iterators: __init__,   | passes and batches, of all loaders that have   |
 | _reset, __next__                    | torch's iterators or classes derived from them |
 | iterables of other libraries        | passes and batches (see ``import_watcher``)    |
+| fastai's loaders: __init__          | nothing: settings from outside are put there   |
 | autograd.backward, autograd.grad    | backward, and where the exchange behind begins |
 | optim (global step hooks)           | steps                                          |
 | cuda.CUDAGraph                      | steps that are replays                         |

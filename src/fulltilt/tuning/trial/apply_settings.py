@@ -14,7 +14,7 @@ from typing import Any
 
 from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.loaders import call_sites, named_arguments
-from fulltilt.recorder.loaders.overrides import apply, looks_like_training, names_workers
+from fulltilt.recorder.loaders.overrides import apply, looks_like_training, names_workers, override_fastai
 from fulltilt.records import Settings
 from fulltilt.tuning.trial.throughput import TrainingLoader
 
@@ -33,7 +33,9 @@ class AppliedSettings:
         settings, torch = self._settings, self._torch
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
-        Patches().swap_in_family(torch.utils.data.DataLoader, __init__=self._loader_init)
+        patches = Patches()
+        patches.swap_in_family(torch.utils.data.DataLoader, __init__=self._loader_init)
+        override_fastai(patches, settings)
         if settings.precision is not None:
             _compute_in(torch, settings.precision)
         if settings.compile:
