@@ -224,7 +224,27 @@ def test_workers_that_do_not_queue_or_have_their_cpus_are_left_alone() -> None:
     assert cpu_oversubscribed(gather(crowd(cpu_wait_s=10.0))) is None
     few = run_of(rank(loaders=(loader(num_workers=4),), workers=(workers(cpu_wait_s=500.0),)), compute=100.0)
     assert cpu_oversubscribed(gather(few)) is None
-    assert cpu_oversubscribed(gather(run_of(rank(torch_threads=64)))) is None  # no workers to count
+
+
+def test_training_threads_that_queue_are_too_many_without_any_worker() -> None:
+    def threads(number: int, cpu_wait_s: float | None, **readings: Any) -> Run:
+        made = rank(torch_threads=number, cpu_wait_s=cpu_wait_s, loaders=(loader(wait_s=1.0),))
+        run = run_of(made, on=machine(2.0), data_wait=1.0, compute=99.0)
+        return replace(run, samples=sampled(host_reading=host(**readings))) if readings else run
+
+    finding = found(cpu_oversubscribed(gather(threads(16, 50.0))))
+    assert finding.evidence[0] == "16 training threads queue for 2 CPUs"
+    assert finding.fix == "Give the training 2 threads: torch.set_num_threads(2), or OMP_NUM_THREADS=2."
+    assert finding.predicted_speedup == (1.0, 2.0)
+    assert answer(threads(16, 50.0)).verdict.code == "cpu_oversubscribed"
+    for healthy in (
+        threads(2, 50.0),  # one for each CPU
+        threads(16, 2.0),  # they hardly queue
+        threads(16, 50.0, cpu_pct=99.0, tree_cpu_pct=40.0),  # behind other processes
+    ):
+        assert cpu_oversubscribed(gather(healthy)) is None
+    unknown = cpu_oversubscribed(gather(threads(16, None)))
+    assert unknown == Abstention("cpu_oversubscribed", "how long the training thread waited for a CPU")
 
 
 def test_workers_that_use_little_cpu_cannot_slow_the_computing() -> None:

@@ -203,8 +203,10 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
     """Workers and threads are so many that they queue for the CPUs and get in each other's way."""
     rank, loader, supply = evidence.rank, evidence.loader, evidence.supply
     demand = crowding(rank, loader, evidence.usable_cpus, evidence.host)
-    if demand < LIMITS.crowded_cpus or loader is None or loader.num_workers == 0:
+    if demand < LIMITS.crowded_cpus:
         return None
+    if loader is None or loader.num_workers == 0:
+        return _too_many_threads(evidence)
     if supply is None or supply.queueing_share is None:
         return Abstention("cpu_oversubscribed", "how long the workers waited for a CPU")
     if not is_crowded(supply, demand) or evidence.limit not in (Limit.CROWDED, Limit.NOTHING):
@@ -238,6 +240,23 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
         fix += f" And give the training {count('thread', free)}: torch.set_num_threads({free})."
     high = min(LIMITS.oversubscription_loss, amdahl(share))
     return found(evidence, "cpu_oversubscribed", cost_s, facts, fix, loader.where, gain(1.0, high))
+
+
+def _too_many_threads(evidence: Evidence) -> Judgement:
+    """Training threads alone: they take turns on the CPUs, and an operation ends with the last of them."""
+    threads, waited_s, usable = evidence.rank.torch_threads or 1, evidence.rank.cpu_wait_s, evidence.usable_cpus
+    if waited_s is None:
+        return Abstention("cpu_oversubscribed", "how long the training thread waited for a CPU")
+    share = evidence.share(cost_s := min(waited_s, evidence.buckets.compute_s))
+    if share < LIMITS.warn_share:
+        return None
+    facts = [
+        f"{count('training thread', threads)} queue for {cpus(usable)}",
+        f"the one that trains waits for a CPU in {percent(evidence.share(waited_s))} of the time after start-up",
+    ]
+    fewer = max(int(usable), 1)
+    fix = f"Give the training {count('thread', fewer)}: torch.set_num_threads({fewer}), or OMP_NUM_THREADS={fewer}."
+    return found(evidence, "cpu_oversubscribed", cost_s, facts, fix, None, gain(1.0, amdahl(share)))
 
 
 # --------------------------------------------------------------------------- clocks
