@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from torch.utils.data import DataLoader
 
 from fulltilt import store
+from fulltilt.errors import RunFolderError
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.records import RunRecord, Task
 from fulltilt.tuning.live.controller import Capacity, most_workers
 from fulltilt.tuning.live.measurement import Knobs, Seen
 from fulltilt.tuning.live.ranks import Ranks, Report, agree
+from fulltilt.tuning.live.tuner import Phase
 from tests.diagnosis.examples import machine
 from tests.faults.ranks import free_port
+from tests.tuning.live_jobs import HASTY, Squares, Tuning, flat, tuning
 
 JOB = Path(__file__).with_name("ranks_job.py")
 BATCHES = 600
@@ -130,6 +136,116 @@ def test_a_loader_that_rank_0_leaves_alone_is_left_alone_by_all(folders: list[Pa
     agreed = ranks[1].agreed("train.py:3 0", 0, 40, 10.0)
     assert agreed is not None
     assert (agreed.left_alone, agreed.batch) == ("on rank 0, it is mine", 40)
+
+
+# --------------------------------------------------------------------------- one rank's tuner
+
+
+class TwoRanks:
+    """Rank 0 is tuned here; what rank 1 reports is the test's to say."""
+
+    def __init__(self, one: Tuning, folder: Path) -> None:
+        self.one = one
+        store.write_json(folder / store.RUN_FILE, RunRecord("job", ("job.py",), "", machine(), "1"))
+        one.session.state.group, one.session.state.world_size = "group.2.0", 2
+        self.other = Ranks(folder, "group.2.0", 1, 2)
+
+    def answer(self, **what: Any) -> None:
+        """Report what rank 0 has reported last, but for this."""
+        ranks = self.one.live.ranks
+        assert ranks is not None
+        (*_, last) = ranks._lines(ranks._file(0), self.one.tuner._key)
+        self.other.say(replace(last, **what))
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.one.tuner.phase is Phase.AGREEING
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks look for each other at every batch and move two batches later."""
+    monkeypatch.setattr("fulltilt.tuning.live.ranks.AHEAD_S", 0.0)
+    monkeypatch.setattr("fulltilt.tuning.live.tuner.LOOK_EVERY_S", 0.0)
+
+
+def drawn_while(pair: TwoRanks, loader: Any, answers: Iterable[dict[str, Any]]) -> list[Any]:
+    """The batches of a pass in which rank 1 gives these answers, each as soon as rank 0 waits for one."""
+    answers, drawn, reported = iter(answers), [], 0
+    for batch in loader:
+        drawn.append(flat(batch))
+        if pair.is_waiting and pair.one.tuner._reported > reported:
+            reported = pair.one.tuner._reported
+            if (answer := next(answers, None)) is not None:
+                pair.answer(**answer)
+    return drawn
+
+
+SIZE = 80
+FAILED = {"seen": None, "failed": "RuntimeError: gone"}
+LEFT_ALONE = {"seen": None, "left_alone": "it is mine"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "outcomes", "state", "workers"),
+    [
+        ([{}, {}, {}], ["kept"], "settled", 2),
+        ([{}, {}, FAILED], ["failed"], "settled", 0),
+        ([{}, {}, LEFT_ALONE], ["failed"], "left_alone", 0),
+        ([{}, LEFT_ALONE], [], "left_alone", 0),
+        ([{}, {}], ["trying"], "trying", 0),
+        ([], [], "watching", 0),
+    ],
+    ids=["agrees", "its trial fails", "is left alone meanwhile", "is left alone before", "falls silent", "is silent"],
+)
+@pytest.mark.usefixtures("at_once")
+def test_rank_0_does_what_both_ranks_can_do(
+    answers: list[dict[str, Any]], outcomes: list[str], state: str, workers: int, tmp_path: Path
+) -> None:
+    expected = [flat(batch) for batch in DataLoader(Squares(SIZE), batch_size=2)]
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        pair = TwoRanks(one, tmp_path)
+        loader = one.trains(DataLoader(Squares(SIZE), batch_size=2))
+        assert drawn_while(pair, loader, answers) == expected
+        assert [move.outcome for move in one.record.moves] == outcomes
+        assert (one.record.state, one.record.settings.num_workers) == (state, workers)
+        assert one.session.taps.of(loader).record(True).num_workers == workers
+        assert [flat(batch) for batch in loader] == expected
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_trial_that_fails_here_is_over_on_all_ranks(tmp_path: Path) -> None:
+    limits = replace(HASTY, batch_s=2.0, least_batches=9)
+    with tuning(tmp_path, [Knobs(2)], limits=limits) as one:
+        pair = TwoRanks(one, tmp_path)
+        loader = one.trains(DataLoader(Squares(2 * SIZE), batch_size=2))
+        answered, killed = 0, False
+        for _ in loader:
+            if one.record.state == "trying" and one.source.is_steady and not killed:
+                killed = True
+                for worker in one.source.pool._iterator._workers:
+                    worker.kill()
+                    worker.join()
+            if pair.is_waiting and one.tuner._reported > answered:
+                answered += 1
+                pair.answer(**({"failed": None, "seen": seen(0.1, workers=2)} if killed else {}))
+        assert (killed, answered, one.record.state) == (True, 3, "settled")
+        (move,) = one.record.moves
+        assert (move.outcome, one.record.settings.num_workers) == ("failed", 0)
+        assert not one.tuner._is_trying
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_full_disk_ends_the_tuning_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise RunFolderError("no space left on device")
+
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        TwoRanks(one, tmp_path)
+        monkeypatch.setattr(Ranks, "say", full)
+        loader = one.trains(DataLoader(Squares(SIZE), batch_size=2))
+        assert len(list(loader)) == SIZE / 2
+        assert one.record.why == "tuning ended by an error of its own (RunFolderError: no space left on device)"
 
 
 # --------------------------------------------------------------------------- whole jobs
