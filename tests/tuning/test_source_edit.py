@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,21 @@ def test_the_only_call_of_a_library_gets_its_keywords(library: str, source: str,
     for twice in (source * 2, source.replace(")\n", ", **more)\n")):
         (tmp_path / "train.py").write_text(twice)
         assert isinstance(propose(loader, IN_FORCE, tmp_path), WriteYourself)
+
+
+def test_timm_gets_only_what_create_loader_takes(tmp_path: Path) -> None:
+    """It has no prefetch_factor, and a batch size that is already its third argument."""
+    (tmp_path / "train.py").write_text("l = create_loader(d, 224, 8, num_workers=0)\n")
+    loader = examples.loader(where="train.py:1", num_workers=0, batch_size=8, made_by="timm")
+    change = propose(loader, replace(IN_FORCE, prefetch_factor=4), tmp_path)
+    assert isinstance(change, SourceChange)
+    assert b"num_workers=8" in change.new
+    assert b"prefetch_factor" not in change.new
+    assert isinstance(propose(loader, replace(IN_FORCE, batch_size=16), tmp_path, with_batch=True), WriteYourself)
+    (tmp_path / "train.py").write_text("l = create_loader(d, 224, batch_size=8, num_workers=0)\n")
+    change = propose(loader, replace(IN_FORCE, batch_size=16), tmp_path, with_batch=True)
+    assert isinstance(change, SourceChange)
+    assert b"batch_size=16" in change.new
 
 
 def test_a_loader_that_keeps_its_state_is_edited_as_any(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ LIBRARIES: dict[str, Library] = {
     ),
     "timm": Library(
         "create_loader(..., {})",
+        {name: name for name in _SAME if name != "prefetch_factor"},
         save="--checkpoint-hist and --recovery-interval of train.py",
         functions=("create_loader",),
     ),

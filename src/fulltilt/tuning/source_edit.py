@@ -211,6 +211,9 @@ def edit_librarys_call(
         {library.names[name]: value for name, value in settings.items() if name in library.names}
         for settings in (wanted, before)
     )
+    batch = library.names.get("batch_size")
+    if batch in theirs and len(calls[0].args) > 2 and not any(keyword.arg == batch for keyword in calls[0].keywords):
+        raise Unclear(f"{batch} may be one of its arguments without a name")  # timm's third
     # What is not written there has the library's own default, which was in force.
     return _with_keywords(source, module, calls[0], theirs, were, were, ()), False
 
