@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fulltilt import store
 from fulltilt.errors import RunFolderError
@@ -129,8 +129,11 @@ def test_as_long_as_a_report_is_missing_nothing_is_agreed(folders: list[Path]) -
     assert ranks[0].waiting_for == 2
 
 
-def test_a_loader_that_rank_0_leaves_alone_is_left_alone_by_all(folders: list[Path]) -> None:
+@pytest.mark.parametrize("reports_before", [False, True])
+def test_a_loader_that_rank_0_leaves_alone_is_left_alone_by_all(reports_before: bool, folders: list[Path]) -> None:
     ranks = [Ranks(folder, "group.2.0", rank, 2) for rank, folder in enumerate(folders)]
+    if reports_before:
+        ranks[0].say(report())
     ranks[0].say(replace(report(), seen=None, left_alone="it is mine"))
     ranks[1].say(report())
     agreed = ranks[1].agreed("train.py:3 0", 0, 40, 10.0)
@@ -154,7 +157,8 @@ class TwoRanks:
         """Report what rank 0 has reported last, but for this."""
         ranks = self.one.live.ranks
         assert ranks is not None
-        (*_, last) = ranks._lines(ranks._file(0), self.one.tuner._key)
+        last = ranks._line(ranks._file(0), self.one.tuner._key, self.one.tuner._reported - 1)
+        assert last is not None
         self.other.say(replace(last, **what))
 
     @property
@@ -246,6 +250,28 @@ def test_a_full_disk_ends_the_tuning_and_not_the_training(tmp_path: Path, monkey
         loader = one.trains(DataLoader(Squares(SIZE), batch_size=2))
         assert len(list(loader)) == SIZE / 2
         assert one.record.why == "tuning ended by an error of its own (RunFolderError: no space left on device)"
+
+
+def test_tasks_that_have_not_met_are_left_alone(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, Task("job", 0, 2, 0))
+    with tuning(folder, [Knobs(2)]) as one:
+        assert len(list(one.trains(DataLoader(Squares(SIZE), batch_size=2)))) == SIZE / 2
+        assert (one.record.state, one.record.moves) == ("left_alone", ())
+        assert "one of several tasks" in one.record.why
+
+
+class Streamed(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE))
+
+
+def test_a_streamed_data_set_is_left_alone_in_a_job_of_several_ranks(tmp_path: Path) -> None:
+    with tuning(tmp_path, []) as one:
+        one.session.state.world_size = 2
+        loader = one.trains(DataLoader(Streamed(), batch_size=2))
+        assert [len(list(loader)) for _ in range(3)] == [SIZE / 2] * 3
+        assert one.record.state == "left_alone"
+        assert "jobs of one rank only" in one.record.why
 
 
 # --------------------------------------------------------------------------- whole jobs

@@ -98,35 +98,42 @@ class Ranks:
         ``batch`` and ``batches_per_s`` are how far this rank is, and how fast.
         """
         self.waiting_for = None
-        known = self._lines(self._file(), loader)
-        if number < len(known):
-            return known[number]
+        if (known := self._line(self._file(), loader, number)) is not None:
+            return known
+        if self._agreed is None:  # rank 0 will say it, unless it has left its loader alone meanwhile
+            last = self._line(self._file(0), loader, number + 1)
+            return None if last is None or last.left_alone is None else replace(agree([last]), batch=batch)
         reports: list[Report] = []
-        for rank in range(self.world_size if self._agreed is not None else 1):
-            said = self._lines(self._file(rank), loader)
-            last = said[-1] if said and said[-1].left_alone is not None else None
-            if last is None and number >= len(said):
+        for rank in range(self.world_size):
+            if (report := self._line(self._file(rank), loader, number)) is None:
                 self.waiting_for = rank
                 return None
-            reports.append(last or said[number])
-        come_to = agree(reports)
-        if self._agreed is None:  # where rank 0 has left its loader alone, nobody else would say so
-            return replace(come_to, batch=batch) if reports[0].left_alone is not None else None
+            reports.append(report)
         ahead = AHEAD_BATCHES + math.ceil(AHEAD_S * batches_per_s)
-        self._agreed.write([replace(come_to, batch=max(batch, *(one.batch for one in reports)) + ahead)])
+        self._agreed.write([replace(agree(reports), batch=max(batch, *(one.batch for one in reports)) + ahead)])
         return None
 
-    def _lines(self, name: str, loader: str) -> list[Report]:
-        """The lines of a file about one loader. A task's file is opened anew each time: NFS then shows what is new."""
+    def _line(self, name: str, loader: str, number: int) -> Report | None:
+        """A file's line of this round about a loader, or the one that left it alone before; None: it is not there yet.
+
+        A file is opened only while its line is missing, and each time anew: NFS then shows what others have written.
+        """
         path, offset, lines = self._read.get(name) or (self._find(name), 0, [])
-        if path is None:
-            return []
-        new, offset = store.read_new_lines(path, Report, offset)
-        lines += new
-        self._read[name] = path, offset, lines
-        return [line for line in lines if line.loader == loader]
+        found = _of_round(lines, loader, number)
+        if found is None and path is not None:
+            new, offset = store.read_new_lines(path, Report, offset)
+            self._read[name] = path, offset, [*lines, *new]
+            found = _of_round([*lines, *new], loader, number)
+        return found
 
     def _find(self, name: str) -> Path | None:
         if self._tasks is None:
             return self._folder / name
         return next(self._tasks.glob(f"*/{name}"), None)
+
+
+def _of_round(lines: list[Report], loader: str, number: int) -> Report | None:
+    said = [line for line in lines if line.loader == loader]
+    if number < len(said):
+        return said[number]
+    return said[-1] if said and said[-1].left_alone is not None else None

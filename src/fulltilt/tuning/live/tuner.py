@@ -264,8 +264,8 @@ class LoaderTuner:
             self._look_at_s = now_s + LOOK_EVERY_S
             with self._costs():
                 self._agreed = ranks.agreed(self._key, self._reported - 1, self.drawn, self._batches_per_s)
-                if self._agreed is None and ranks.waiting_for is not None:
-                    self._note(self.record.state, f"{WAITING} (rank {ranks.waiting_for} has not reported)")
+                missing = "" if ranks.waiting_for is None else f" (rank {ranks.waiting_for} has not reported)"
+                self._note(self.record.state, WAITING + missing)
         if self._agreed is not None and self.drawn >= self._agreed.batch:
             agreed, self._agreed = self._agreed, None
             with self._costs():
