@@ -29,7 +29,7 @@ test: lint
 test-zoo: setup
 	$(RUN)/python -m pytest -p no:xdist tests/test_zoo.py tests/recorder
 
-# Small jobs of 18 training libraries, which are installed for it into .venv-clients. About ten minutes.
+# Small jobs of 18 training libraries, which are installed for it into .venv-clients; some are tuned. About twenty minutes.
 CLIENTS := torchdata fastai ultralytics lightning transformers accelerate skorch torch_geometric webdataset litdata \
 	monai timm sentence-transformers keras stable-baselines3 datasets trl "ray[train,data]"
 test-clients: setup

@@ -4,7 +4,7 @@ import fastai.callback.schedule  # noqa: F401 - gives the Learner fit_one_cycle
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
-from slow_data import SlowRows, small_model, tell
+from slow_data import EPOCHS, SlowRows, small_model, tell
 from torch.nn.functional import cross_entropy
 
 
@@ -20,5 +20,5 @@ count = Count()
 loaders = DataLoaders.from_dsets(SlowRows(320), SlowRows(32), bs=8, num_workers=0, device="cpu")
 learner = Learner(loaders, small_model(), loss_func=cross_entropy, cbs=count)
 with learner.no_logging():
-    learner.fit_one_cycle(2, 0.01)
+    learner.fit_one_cycle(2 * EPOCHS, 0.01)
 tell(count.steps, count.samples)

@@ -2,21 +2,23 @@
 
 import torch
 from skorch import NeuralNetClassifier
+from skorch.callbacks import Callback
 from slow_data import EPOCHS, SlowRows, numbers, small_model, tell
 
 SAMPLES = 320
-order, steps = [], 0
 
 
-class Classifier(NeuralNetClassifier):
-    def train_step(self, batch, **fit_params):
-        global steps
-        steps += 1
-        order.extend(numbers(batch[0], SAMPLES))
-        return super().train_step(batch, **fit_params)
+class Count(Callback):
+    def __init__(self):
+        self.order, self.steps = [], 0
+
+    def on_batch_end(self, net, batch=None, training=False, **kwargs):
+        self.steps += 1
+        self.order += numbers(batch[0], SAMPLES)
 
 
-net = Classifier(
+count = Count()
+net = NeuralNetClassifier(
     small_model(),
     criterion=torch.nn.CrossEntropyLoss,
     max_epochs=2 * EPOCHS,
@@ -24,7 +26,8 @@ net = Classifier(
     batch_size=8,
     train_split=None,
     iterator_train__shuffle=True,
+    callbacks=[count],
     verbose=0,
 )
 net.fit(SlowRows(SAMPLES), y=None)
-tell(steps, len(order), order)
+tell(count.steps, len(count.order), count.order)

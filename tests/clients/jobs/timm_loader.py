@@ -2,7 +2,7 @@
 
 import torch
 from PIL import Image
-from slow_data import read_file, tell
+from slow_data import EPOCHS, read_file, tell
 from timm.data import create_loader
 from timm.models import create_model
 from timm.optim import create_optimizer_v2
@@ -28,10 +28,11 @@ loader = create_loader(
 model = create_model("test_resnet", num_classes=4)
 optimizer = create_optimizer_v2(model, opt="sgd", lr=0.01)
 steps = samples = 0
-for images, labels in loader:
-    optimizer.zero_grad()
-    torch.nn.functional.cross_entropy(model(images), labels).backward()
-    optimizer.step()
-    steps += 1
-    samples += len(images)
+for _ in range(EPOCHS):
+    for images, labels in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        steps += 1
+        samples += len(images)
 tell(steps, samples)

@@ -1,7 +1,8 @@
-"""Ultralytics: YOLO on large images with workers=0, a validation after each epoch."""
+"""Ultralytics: YOLO on large images that are slow to read, with workers=0, a validation after each epoch."""
 
 import os
 import tempfile
+import time
 from pathlib import Path
 
 os.environ["YOLO_CONFIG_DIR"] = tempfile.mkdtemp()
@@ -9,8 +10,9 @@ os.environ["YOLO_OFFLINE"] = "true"
 
 import cv2
 import numpy as np
-from slow_data import tell
+from slow_data import EPOCHS, READ_S, tell
 from ultralytics import YOLO
+from ultralytics.data.base import BaseDataset
 
 folder = Path(tempfile.mkdtemp())
 rng = np.random.default_rng(0)
@@ -23,6 +25,15 @@ for part, images in (("train", 24), ("val", 4)):
         (folder / "labels" / part / f"{number}.txt").write_text("0 0.5 0.5 0.4 0.4\n")
 (folder / "data.yaml").write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames:\n  0: thing\n")
 
+load_image = BaseDataset.load_image
+
+
+def read_slowly(self, *args, **kwargs):
+    time.sleep(10 * READ_S)
+    return load_image(self, *args, **kwargs)
+
+
+BaseDataset.load_image = read_slowly
 steps = samples = 0
 
 
@@ -36,7 +47,7 @@ model = YOLO("yolo11n.yaml")
 model.add_callback("on_train_batch_end", count)
 model.train(
     data=str(folder / "data.yaml"),
-    epochs=2,
+    epochs=2 * EPOCHS,
     imgsz=32,
     batch=4,
     nbs=4,
