@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from fulltilt.errors import MachineError
 from fulltilt.train import checkpoint
 from fulltilt.train.checkpoint import DamagedCheckpoint, HostMemory, KeepPolicy, Snapshot, Writer, newest_complete
 from fulltilt.train.checkpoint_files import SHARDS_FILE
+from tests.faults.test_fuzz import seal
 from tests.train.test_checkpoint import claimed, snapshot
 
 
@@ -90,6 +91,26 @@ def test_a_damaged_shard_is_refused_and_the_one_before_taken(root: Path, mesh: D
     assert not newest_complete(root).warnings
 
 
+@pytest.mark.parametrize("tries", [100, pytest.param(3000, marks=pytest.mark.slow)])
+def test_damage_with_matching_sums_is_read_or_refused(tries: int, root: Path, mesh: DeviceMesh) -> None:
+    folder, chance = save(root, 1, mesh), random.Random(0)
+    files = [(file, file.read_bytes()) for file in (folder / SHARDS_FILE, folder / "__0_0.distcp")]
+    refused = 0
+    for number in range(tries):
+        file, good = files[number % 2]
+        place, size = chance.randrange(len(good)), chance.choice((0, 1, 2, 40))
+        file.write_bytes(good[:place] + chance.randbytes(size) + good[place + chance.choice((size, 0, 3)) :])
+        seal(folder)
+        try:
+            checkpoint.load(folder)
+        except DamagedCheckpoint:
+            refused += 1
+        file.write_bytes(good)
+    seal(folder)
+    checkpoint.load(folder)
+    assert refused > tries / 3
+
+
 class Harmful:
     def __reduce__(self) -> Any:
         return os.mkdir, ("made-by-a-checkpoint",)
@@ -108,10 +129,7 @@ def test_no_code_of_a_checkpoint_from_elsewhere_is_run(
         spelled = b"".join(b"\x8c" + bytes([len(text)]) + text for text in (module, name))
         raw = b"\x80\x04" + spelled + b"\x93\x8c\x14made-by-a-checkpoint\x85R."
     (folder / SHARDS_FILE).write_bytes(raw)
-    manifest = json.loads((folder / checkpoint.MANIFEST_FILE).read_text())
-    del manifest["manifest_sha256"]
-    manifest["files"][SHARDS_FILE] = checkpoint.checkpoint_files.hash_file(folder / SHARDS_FILE)
-    (folder / checkpoint.MANIFEST_FILE).write_bytes(checkpoint._seal(manifest))
+    seal(folder)
     monkeypatch.chdir(root)
     with pytest.raises(DamagedCheckpoint, match="is no part of a checkpoint"):
         checkpoint.load(folder)
