@@ -12,6 +12,8 @@ import torch
 
 EPS = torch.finfo(torch.float64).eps
 LEVELS = 256
+# What differences of sums leave behind of nothing.
+TINY = 1e-12
 
 
 def measure(probability: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -44,52 +46,47 @@ def iou(values: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
 
 def s_measure(values: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
     """Likeness of structure: half by object and background, half by the four quarters about the object's centre."""
-    share = inside.float().mean(dim=(1, 2))
-    mixed = (0.5 * _by_object(values, inside, share) + 0.5 * _by_quarter(values, inside)).clamp(min=0)
-    mean = values.mean(dim=(1, 2))
-    return torch.where(share == 0, 1 - mean, torch.where(share == 1, mean, mixed))
+    x, y = values.double(), inside.double()
+    share, mean = y.mean(dim=(1, 2)), x.mean(dim=(1, 2))
+    mixed = (0.5 * _by_object(x, y, share) + 0.5 * _by_quarter(x, y)).clamp(min=0)
+    return torch.where(share == 0, 1 - mean, torch.where(share == 1, mean, mixed)).float()
 
 
-def _by_object(values: torch.Tensor, inside: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    return share * _even(values, inside) + (1 - share) * _even(1 - values, ~inside)
+def _by_object(x: torch.Tensor, y: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    return share * _even(x, y) + (1 - share) * _even(1 - x, 1 - y)
 
 
-def _even(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """How high and even ``values`` are in a region."""
-    count = where.sum(dim=(1, 2)).clamp(min=1)
-    mean = torch.where(where, values, 0).sum(dim=(1, 2)) / count
-    spread = torch.where(where, (values - mean[:, None, None]) ** 2, 0).sum(dim=(1, 2))
+def _even(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """How high and even the values are in a region, which is 1 inside and 0 outside."""
+    count, seen = where.sum(dim=(1, 2)).clamp(min=1), x * where
+    mean = seen.sum(dim=(1, 2)) / count
+    spread = ((seen * seen).sum(dim=(1, 2)) - count * mean**2).clamp(min=0)
     deviation = torch.sqrt(spread / (count - 1).clamp(min=1))
     return 2 * mean / (mean**2 + 1 + deviation + EPS)
 
 
-def _by_quarter(values: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    height, width = values.shape[1:]
-    rows = torch.arange(height, device=values.device, dtype=torch.float64)[None, :, None]
-    columns = torch.arange(width, device=values.device, dtype=torch.float64)[None, None, :]
-    count = inside.sum(dim=(1, 2)).clamp(min=1)
-    below = rows > torch.round((inside * rows).sum(dim=(1, 2)) / count)[:, None, None]
-    right = columns > torch.round((inside * columns).sum(dim=(1, 2)) / count)[:, None, None]
-    total = torch.zeros(len(values), device=values.device)
-    for vertical in (~below, below):
-        for horizontal in (~right, right):
-            quarter = vertical & horizontal
-            total = total + _likeness(values, inside.float(), quarter) * quarter.float().mean(dim=(1, 2))
-    return total
+def _by_quarter(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The structural similarity in each quarter. Sums over rectangles are products with rows and columns of ones."""
+    rows, columns = y.sum(dim=2), y.sum(dim=1)
+    count = rows.sum(dim=1).clamp(min=1)
+    vertical, horizontal = _halves(rows, count), _halves(columns, count)
+
+    def total(of: torch.Tensor) -> torch.Tensor:
+        return vertical @ of @ horizontal.mT  # [batch, 2, 2]
+
+    size = vertical.sum(dim=2)[:, :, None] * horizontal.sum(dim=2)[:, None, :]
+    count = size.clamp(min=1)
+    of_x, of_y = total(x) / count, total(y) / count
+    scale = 1 / (count - 1).clamp(min=1)
+    spread = ((total(x * x) - count * of_x**2) + (total(y) - count * of_y**2)) * scale
+    shared = (total(x * y) - count * of_x * of_y) * scale
+    together, apart = 4 * of_x * of_y * shared, (of_x**2 + of_y**2) * spread
+    likeness = torch.where(together.abs() > TINY, together / (apart + EPS), (apart < TINY).double())
+    return (likeness * size).sum(dim=(1, 2)) / y[0].numel()
 
 
-def _likeness(values: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """The structural similarity of two pictures within a region."""
-    count = where.sum(dim=(1, 2)).clamp(min=1)
-
-    def mean(of: torch.Tensor) -> torch.Tensor:
-        return torch.where(where, of, 0).sum(dim=(1, 2)) / count
-
-    x, y = mean(values), mean(truth)
-    off_x, off_y = values - x[:, None, None], truth - y[:, None, None]
-    scale = count / (count - 1).clamp(min=1)
-    spread = (mean(off_x * off_x) + mean(off_y * off_y)) * scale
-    together = 4 * x * y * mean(off_x * off_y) * scale
-    apart = (x * x + y * y) * spread
-    score = together / (apart + EPS)
-    return torch.where(together != 0, score, (apart == 0).float())
+def _halves(marks: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Before and behind the object's centre along one axis, as ones and zeros: [batch, 2, length]."""
+    places = torch.arange(marks.shape[1], device=marks.device, dtype=marks.dtype)
+    behind = (places > torch.round((marks * places).sum(dim=1) / count)[:, None]).to(marks.dtype)
+    return torch.stack([1 - behind, behind], dim=1)
