@@ -147,3 +147,40 @@ def test_a_loop_that_keeps_its_loss_is_recorded_too_compiled_or_not(compile: boo
     replaying.undo()
     assert not said
     assert losses[-1] < 0.8 * losses[0]
+
+
+class AskingInEvaluation(Net):
+    """A model that looks at a value when it evaluates."""
+
+    def forward(self, images: Any, scale: float = 1.0) -> dict[str, Any]:
+        """As ever."""
+        return super().forward(images, scale if self.training or images.mean().item() > -10 else 2.0)
+
+
+@pytest.mark.parametrize("make", [Net, AskingInEvaluation])
+def test_an_evaluation_is_replayed_too_and_sees_the_weights_of_now(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = []
+    plain = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), plain(graph))[1])
+    evaluated: dict[bool, list[Any]] = {False: [], True: []}
+
+    def then_evaluate(graphs: bool) -> Callable[[Any, Any], None]:
+        def step(model: Any, images: Any) -> None:
+            one_piece(model, images)
+            model.eval()
+            with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+                evaluated[graphs].append(model(images)["logits"].float().cpu())
+            model.train()
+
+        return step
+
+    ones, _ = trained(False, then_evaluate(False), make)
+    assert not replays
+    others, said = trained(True, then_evaluate(True), make)
+    assert len(replays) >= (27 if make is Net else 10)
+    assert [text for text in said if "evaluation cannot be recorded" in text] == said
+    assert len(said) == (make is AskingInEvaluation)
+    for name, one in ones.state_dict().items():
+        assert torch.equal(one, others.state_dict()[name]), name
+    for one, other in zip(evaluated[False], evaluated[True], strict=True):
+        assert torch.equal(one, other)

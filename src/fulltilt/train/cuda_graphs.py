@@ -1,5 +1,7 @@
 """A model's forward and backward as CUDA graphs: captured once for each shape, then replayed with one launch each.
 
+An evaluation's forward is one of its own.
+
 Where kernels are short, the GPU waits for the host to launch them one by one. A graph is launched as a whole. What is
 captured is what the GPU did, though, not what Python decided: a forward that draws Python's random numbers, or changes
 with the step, would be frozen. So a job has to ask for it (``cuda_graphs``); the recipes do, since they know their
@@ -100,6 +102,13 @@ class CapturedCall:
     gradients: tuple[torch.Tensor | None, ...]
     structure: Any
 
+    def replay(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The outputs of the forward for other tensors, in memory of their own."""
+        for place, given in zip(self.inputs, tensors, strict=False):
+            place.copy_(given, non_blocking=True)
+        self.forward.replay()
+        return tuple(out.clone() for out in self.outputs)
+
 
 def has_room(device: torch.device, parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Whether a recorded step fits beside one that is not: other shapes, and evaluations, still come."""
@@ -120,6 +129,8 @@ def capture(
     compiled: bool = False,
 ) -> CapturedCall:
     """Record ``call`` of ``model`` on copies of ``tensors``. Random numbers and buffers are afterwards as they were.
+
+    Without ``parameters`` to train there is no backward.
 
     When that fails, graphs recorded before no longer draw the right random numbers.
     """
@@ -146,7 +157,8 @@ def capture(
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP):
                     warm = pytree.tree_leaves(call(inputs))
-                    _gradients_of(warm, [torch.zeros_like(out) for out in warm], parameters)
+                    if parameters:
+                        _gradients_of(warm, [torch.zeros_like(out) for out in warm], parameters)
             del warm
             torch.cuda.synchronize(device)
             torch.clear_autocast_cache()  # a weight that was cast before would never be cast again
@@ -154,8 +166,10 @@ def capture(
                 result = call(inputs)
             leaves, structure = pytree.tree_flatten(result)
             output_gradients = tuple(torch.zeros_like(out) if out.requires_grad else None for out in leaves)
-            with recording(backward):
-                gradients = _apart(_gradients_of(leaves, output_gradients, parameters))
+            gradients: tuple[torch.Tensor | None, ...] = ()
+            if parameters:
+                with recording(backward):
+                    gradients = _apart(_gradients_of(leaves, output_gradients, parameters))
         if (change := host.change()) is not None:
             raise RuntimeError(f"its forward {change}, which a replay would not")
         generator.set_state(drawn)
@@ -199,10 +213,7 @@ class Replay(torch.autograd.Function):
     def forward(ctx: Any, recorded: CapturedCall, pending: Pending, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The outputs, in memory that the next replay leaves alone."""
         ctx.recorded, ctx.pending = recorded, pending
-        for place, given in zip(recorded.inputs, tensors, strict=False):
-            place.copy_(given, non_blocking=True)
-        recorded.forward.replay()
-        outputs = tuple(out.clone() for out in recorded.outputs)
+        outputs = recorded.replay(tensors)
         fixed = [out for out, grad in zip(outputs, recorded.output_gradients, strict=True) if grad is None]
         ctx.mark_non_differentiable(*fixed)
         return outputs
@@ -291,11 +302,11 @@ class GraphedModel:
         self._eager = called.forward
         self._recorded: dict[Any, CapturedCall | None] = {}  # None: it cannot be recorded
         self._seen: dict[Any, int] = {}
-        self._parts: _Parts | None = None
+        self._parts: dict[bool, _Parts] = {}  # for training, and for evaluation
         # A replay overwrites the activations of the one before, and recording beside another forward would fail.
         self._pending: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._pool: Any = None
-        self._over = False
+        self._over = self._evaluates_as_it_is = False
         self._own = vars(called).get("forward")
         called.forward = _GraphedForward(self._forward, called)
 
@@ -312,7 +323,8 @@ class GraphedModel:
         any_there = any(self._recorded.values())
         self._recorded.clear()
         self._seen.clear()
-        self._parts = self._pool = None
+        self._parts.clear()
+        self._pool = None
         return any_there
 
     def give_up(self) -> bool:
@@ -323,6 +335,11 @@ class GraphedModel:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         pending = Pending()
         recorded = self._recording_of(args, kwargs) if self._replays((*args, *kwargs.values())) else None
+        if not torch.is_grad_enabled():
+            if recorded is None:
+                return self._as_it_is(*args, **kwargs)
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            return pytree.tree_unflatten(recorded.replay(tensors), recorded.structure)
         if recorded is None:
             result = self._as_it_is(*args, **kwargs)
             pending.notice_backward(result)
@@ -344,45 +361,53 @@ class GraphedModel:
         return self._eager(*args, **kwargs)
 
     def _replays(self, values: tuple[Any, ...]) -> bool:
-        """Whether this call may be a replay: one forward of a training step, its backward next."""
-        if self._over or not self._model.training or not torch.is_grad_enabled():
+        """Whether this call may be a replay: one forward of a training step, its backward next, or an evaluation's."""
+        training = self._model.training
+        if self._over or training != torch.is_grad_enabled() or (self._evaluates_as_it_is and not training):
             return False
         if any(not pending.done for pending in self._pending):
             return False
         # Whoever wants the activations elsewhere, or computed again (torch.utils.checkpoint), would find none.
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return False
-        if self._parts is not None and self._parts.changed():
+        if training in self._parts and self._parts[training].changed():
             self.forget()
-        self._parts = self._parts or _Parts(self._model)
+        if training not in self._parts:
+            self._parts[training] = _Parts(self._model)
         # A replay writes the gradients anew: what another backward has left there would be lost.
-        if any(parameter.grad is not None for parameter in self._parts.trained):
+        if training and any(parameter.grad is not None for parameter in self._parts[True].trained):
             return False
         return all(_fits(value) for value in values) and any(isinstance(value, torch.Tensor) for value in values)
 
     def _recording_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall | None:
         """The graphs for such a call; None where there are none yet, or never will be."""
         values = (*args, *kwargs.values())
-        key = _call_key(values, len(args), tuple(kwargs))
+        training = self._model.training
+        key = training, torch.is_inference_mode_enabled(), _call_key(values, len(args), tuple(kwargs))
         if key not in self._recorded:
             self._seen[key] = self._seen.get(key, 0) + 1
-            if self._seen[key] <= EAGER_FIRST or len(self._recorded) >= MOST_SHAPES:
+            if self._seen[key] <= EAGER_FIRST or sum(one[0] is training for one in self._recorded) >= MOST_SHAPES:
                 return None
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             self._recorded[key] = self._record(tensors, functools.partial(_with_tensors, self._eager, args, kwargs))
         return self._recorded[key]
 
     def _record(self, tensors: list[torch.Tensor], call: Call) -> CapturedCall | None:
-        assert self._parts is not None
-        if not has_room(tensors[0].device, self._parts.trained):
+        trained = self._parts[True].trained if self._model.training else []
+        if not has_room(tensors[0].device, trained):
             return None
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             compiled = self._called is not self._model
-            return capture(call, tensors, self._parts.trained, self._model, self._pool, compiled=compiled)
+            return capture(call, tensors, trained, self._model, self._pool, compiled=compiled)
         except Exception as error:  # whatever a model does that a graph cannot hold
-            self._say(f"the step cannot be recorded as a CUDA graph and runs as it is: {_capture_error(error)}")
-            self.give_up()
+            what = "step" if trained else "evaluation"
+            self._say(f"the {what} cannot be recorded as a CUDA graph and runs as it is: {_capture_error(error)}")
+            if trained:
+                self.give_up()
+            else:
+                self._evaluates_as_it_is = True
+                self.forget()  # steps are recorded anew: theirs no longer draw the right random numbers
             return None
 
 
