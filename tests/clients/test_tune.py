@@ -48,6 +48,12 @@ EDITS = (
     ),
     Edit("skorch_fit", "skorch", "    verbose=0,", "    verbose=0, iterator_train__num_workers={},"),
     Edit(
+        "fastai_learner",
+        "fastai",
+        'bs=8, num_workers=0, device="cpu")',
+        'bs=8, num_workers={}, device="cpu")',
+    ),
+    Edit(
         "accelerate_loop",
         "accelerate",
         "loader = DataLoader(SlowRows(SAMPLES), batch_size=8, shuffle=True)",
@@ -84,14 +90,14 @@ def test_tune_writes_the_librarys_keyword_into_the_users_call(edit: Edit, tmp_pa
         return ended.stdout
 
     tune = ("-m", "fulltilt", "tune", "--budget", f"{BUDGET_S}s", "--apply", "--out", str(tmp_path / "study"))
-    printed = python(*tune, f"{edit.script}.py", limit_s=BUDGET_S + LONGEST_S, EPOCHS="20")
+    printed = python(*tune, f"{edit.script}.py", limit_s=BUDGET_S + LONGEST_S, EPOCHS="20", READ_S="0.02")
     after = contents(job)
     script = job / f"{edit.script}.py"
     # A longer queue may have won, too.
     source = re.sub(r", \w*prefetch_factor=[48]\b", "", after.pop(script).decode())
     was = before.pop(script).decode()
     assert after == before, "another file was changed"
-    wanted = re.escape(was.replace(edit.before, edit.after, 1)).replace(r"\{\}", "([1-9])")
+    wanted = re.escape(was.replace(edit.before, edit.after, 1)).replace(r"\{\}", r"[1-9]\d?")
     assert was.count(edit.before) == 1
     assert re.fullmatch(wanted, source), printed
     counted = python(script.name, limit_s=LONGEST_S).partition("COUNTED ")[2]

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 # Threads that wait for each other crawl on a busy machine, and then it is the computing that holds a job up.
 torch.set_num_threads(1)
-READ_S = 0.004
+READ_S = float(os.environ.get("READ_S", "0.004"))
 AUGMENTS = bool(os.environ.get("AUGMENT"))
 EPOCHS = int(os.environ.get("EPOCHS", "1"))
 
