@@ -59,6 +59,14 @@ def test_settings_that_contradict_each_other() -> None:
     assert "give warmup_steps or warmup_epochs, not both" in told
 
 
+@pytest.mark.parametrize("other", [{"compile": True}, {"channels_last": True}, {"optimizer": "adamw8bit"}])
+def test_what_fsdp_does_not_go_with(other: dict[str, Any]) -> None:
+    config.parse({"fsdp": True}, TrainSettings)
+    config.parse(other, TrainSettings)
+    with pytest.raises(UsageError, match=f"fsdp and {next(iter(other))}: .* do not go together"):
+        config.parse({"fsdp": True, **other}, TrainSettings)
+
+
 def test_more_than_any_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen to fail: 100,000 workers were started one by one until the memory was gone; a batch of 10²¹ overflowed."""
     told = problems({"batch_size": 10**21, "max_steps": 2**31, "prefetch": 10**6})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 from pathlib import Path
@@ -15,6 +16,7 @@ from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.distributed import blocks
 from tests.faults import ranks, victim
 from tests.faults.ranks import exit_codes
+from tests.faults.test_numbers import Poisoned
 from tests.faults.test_ranks import ids, stop_rank_0, weights
 from tests.faults.victim import Order
 
@@ -156,6 +158,27 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Pa
     assert exit_codes(tmp_path / "cut", 2, settings=settings) == [0, 0], victim.told(tmp_path / "cut")
     for rank in (0, 1):
         assert victim.chain(tmp_path / "cut", rank) == victim.chain(tmp_path / "whole", rank)
+
+
+def poisoned(order: Order) -> dict[str, Any]:
+    return {**small_blocks(order), "data": Poisoned(set(range(44)), math.nan)}
+
+
+@pytest.mark.slow
+def test_shards_go_back_to_the_checkpoint_when_the_loss_is_nan(tmp_path: Path) -> None:
+    settings = {"fsdp": True, "epochs": 1, "save_every": 2}
+    assert exit_codes(tmp_path, 2, settings=settings, prepare=small_blocks) == [0, 0], victim.told(tmp_path)
+    settings |= {"epochs": 9, "save_every": 200, "bad_steps_in_a_row": 3}
+    assert exit_codes(tmp_path, 2, settings=settings, prepare=poisoned) == [6, 6]
+    assert "went back to the weights of step-00000006" in victim.told(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_single_rank_is_told_that_it_divides_nothing(tmp_path: Path) -> None:
+    settings = {"fsdp": True, "max_steps": 1}
+    assert victim.exit_code(Order(tmp_path, settings)) == 0
+    assert "a single rank has nobody to divide the model with" in victim.told(tmp_path)
+    assert (checkpoint.folders(tmp_path / "checkpoints")[0] / checkpoint.MODEL_FILE).exists()
 
 
 def last_metrics(out: Path) -> dict[str, float]:

@@ -49,7 +49,8 @@ def table_of(path: Path, rows: Sequence[dict[str, str]]) -> Path:
 
 
 def request(data: Path, **options: object) -> Request:
-    given = {"drop_last": True} | {name: options.pop(name) for name in ("drop_last", "batch_size") if name in options}
+    engine = [name for name in ("drop_last", "batch_size", "fsdp") if name in options]
+    given = {"drop_last": True} | {name: options.pop(name) for name in engine}
     settings = TrainSettings(**given)  # type: ignore[arg-type]
     return Request(CarClipOptions(**options), settings, data, data.parent / "out")  # type: ignore[arg-type]
 
@@ -138,6 +139,7 @@ def test_what_is_wrong_is_told_before_training(garage: Path, tmp_path: Path) -> 
         (UsageError, request(garage, model="openai/clip-vit-base-patch32", image_size=64), "has a size of its own"),
         (UsageError, request(garage, model="./nowhere"), "the model's folder ./nowhere does not exist"),
         (UsageError, request(garage, drop_last=False), "drop_last: false"),
+        (UsageError, request(garage, fsdp=True), "carclip does not go with fsdp"),
         (UsageError, request(garage, batch_size=1), "compares a picture with its own caption alone"),
         (UsageError, request(garage, templates=str(tmp_path / "none.txt")), "caption templates"),
     ]
