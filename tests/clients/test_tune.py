@@ -59,6 +59,12 @@ EDITS = (
         "loader = DataLoader(SlowRows(SAMPLES), batch_size=8, shuffle=True)",
         "loader = DataLoader(SlowRows(SAMPLES), batch_size=8, shuffle=True, num_workers={}, persistent_workers=True)",
     ),
+    Edit(
+        "timm_loader",
+        "timm",
+        "num_workers=0, persistent_workers=False,",
+        "num_workers={}, persistent_workers=True,",
+    ),
 )
 
 
