@@ -70,7 +70,7 @@ def test_what_fsdp_does_not_go_with(other: dict[str, Any]) -> None:
 def test_sharding_is_what_fsdp_was_called() -> None:
     assert config.parse({"sharding": "full", "epochs": 2}, TrainSettings) == TrainSettings(fsdp=True, epochs=2)
     assert config.parse({"sharding": "none"}, TrainSettings) == TrainSettings()
-    assert "sharding: there is no such setting" in problems({"sharding": ["half"]})
+    assert "'sharding': there is no such setting" in problems({"sharding": ["half"]})
 
 
 def test_more_than_any_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
