@@ -65,6 +65,7 @@ EDITS = (
         "num_workers=0, persistent_workers=False,",
         "num_workers={}, persistent_workers=True,",
     ),
+    Edit("ultralytics_detect", "ultralytics", "    workers=0,", "    workers={},"),
 )
 
 
