@@ -12,19 +12,18 @@ import pytest
 from fulltilt.recorder.import_watcher import ImportWatcher
 
 
-def test_the_call_comes_behind_the_import_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_call_comes_behind_the_import_and_once(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "waited_for.py").write_text("done = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     seen: list[ModuleType] = []
-    watcher = ImportWatcher({"waited_for": seen.append})
-    sys.meta_path.insert(0, watcher)
-    try:
-        assert importlib.util.find_spec("waited_for") is not None  # only asked for
-        assert not seen
-        module = importlib.import_module("waited_for")
-        assert [one.done for one in seen] == [module.done]
-        assert watcher not in sys.meta_path
-    finally:
-        sys.modules.pop("waited_for", None)
-        if watcher in sys.meta_path:
-            sys.meta_path.remove(watcher)
+    watchers = [ImportWatcher({"waited_for": seen.append}) for _ in range(number)]
+    monkeypatch.setattr(sys, "meta_path", [*watchers, *sys.meta_path])
+    assert importlib.util.find_spec("waited_for") is not None  # only asked for
+    assert not seen
+    module = importlib.import_module("waited_for")
+    monkeypatch.delitem(sys.modules, "waited_for")
+    assert seen == [module] * number
+    assert not [finder for finder in sys.meta_path if finder in watchers]

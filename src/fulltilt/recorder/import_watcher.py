@@ -41,10 +41,12 @@ class ImportWatcher(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec that the other finders give, with a call behind the end of the module's execution."""
+        """The spec that the finders behind this one give, with a call behind the end of the module's execution."""
         if name not in self._calls:
             return None
-        spec = self._found_by_others(name, path, target)
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
+        found = (finder.find_spec(name, path, target) for finder in behind)
+        spec = next((spec for spec in found if spec is not None), None)
         loader: Any = spec.loader if spec is not None else None
         if loader is None:
             return spec
@@ -56,18 +58,11 @@ class ImportWatcher(importlib.abc.MetaPathFinder):
             if not self._calls:
                 with contextlib.suppress(ValueError):
                     sys.meta_path.remove(self)
-            del loader.exec_module
+            with contextlib.suppress(AttributeError):  # another watcher's, around this one, has done so
+                del loader.exec_module
             execute(module)
             if call is not None:
                 call(module)
 
         loader.exec_module = exec_module
         return spec
-
-    def _found_by_others(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> importlib.machinery.ModuleSpec | None:
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
-                return spec
-        return None

@@ -109,7 +109,9 @@ def override_fastai(patches: Patches, settings: Settings) -> None:
     def imported(module: Any) -> None:
         patches.swap(module._FakeLoader, "__init__", make)
 
-    sys.meta_path.insert(0, ImportWatcher({"fastai.data.load": imported}))
+    watcher = ImportWatcher({"fastai.data.load": imported})
+    sys.meta_path.insert(0, watcher)
+    patches.undo_by(lambda: sys.meta_path.remove(watcher) if watcher in sys.meta_path else None)
 
 
 def names_workers(original: Callable[..., None]) -> bool:
