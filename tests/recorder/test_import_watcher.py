@@ -24,6 +24,6 @@ def test_the_call_comes_behind_the_import_and_once(
     assert importlib.util.find_spec("waited_for") is not None  # only asked for
     assert not seen
     module = importlib.import_module("waited_for")
-    monkeypatch.delitem(sys.modules, "waited_for")
+    del sys.modules["waited_for"]
     assert seen == [module] * number
     assert not [finder for finder in sys.meta_path if finder in watchers]

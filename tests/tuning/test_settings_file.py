@@ -18,6 +18,7 @@ from fulltilt import store
 from fulltilt.cli.run import settings_not_in_force
 from fulltilt.errors import UsageError
 from fulltilt.recorder.hooks import Patches
+from fulltilt.recorder.import_watcher import ImportWatcher
 from fulltilt.recorder.loaders.overrides import LoaderOverride, override_fastai, read_loader, read_settings
 from fulltilt.records import Settings
 from fulltilt.tuning.live.measurement import Knobs
@@ -51,7 +52,8 @@ def test_fastais_loaders_that_shuffle_take_the_settings(tmp_path: Path, monkeypa
     (tmp_path / "fastai" / "data").mkdir(parents=True)
     (tmp_path / "fastai" / "data" / "load.py").write_text(FASTAI)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    others = [finder for finder in sys.meta_path if not isinstance(finder, ImportWatcher)]
+    monkeypatch.setattr(sys, "meta_path", others)
     for name in [name for name in sys.modules if name.partition(".")[0] == "fastai"]:
         monkeypatch.delitem(sys.modules, name)
     patches = Patches()
