@@ -218,6 +218,7 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
     try:
         tty.setcbreak(keyboard)
         mode = termios.tcgetattr(keyboard)
+        mode[3] |= termios.NOFLSH  # or Ctrl-C would throw away a key that was about to be read, and be lost with it
         mode[6][termios.VSUSP] = b"\0"  # Ctrl-Z comes as a key: the screen must be left before we stop
         termios.tcsetattr(keyboard, termios.TCSANOW, mode)
         yield key
