@@ -11,8 +11,8 @@ model = nn.Sequential(*layers, nn.Linear(128, 4))
 compiled = torch.compile(model, backend="eager", dynamic=False)  # <- here
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-for step in range(300):
-    inputs = torch.randn(16 + 2 * (step // 50), 128)
+for step in range(900):
+    inputs = torch.randn(16 + 2 * (step // 150), 128)
     loss = compiled(inputs).square().mean()
     optimizer.zero_grad()
     loss.backward()
