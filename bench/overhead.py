@@ -44,9 +44,9 @@ from fulltilt.recorder.stacks import stack_sampler
 from fulltilt.store import create_folder
 
 WORKERS = 8
-# A cycle of measuring and resting has 512 steps where they take less than 4 ms; from 5 ms on each step is measured.
-CHUNK_STEPS, CHUNK_LONG_STEPS = 512, 32
-LONG_STEP_S = 0.005
+# A cycle of measuring and resting has 512 steps where they take less than 4 ms, then 128; from 10 ms on (5 ms without a
+# GPU) each step is measured.
+CHUNKS = ((0.004, 512), (0.010, 128), (float("inf"), 32))
 # The recorder measures the first 300 steps one and all and writes 100 of them singly: a matter of the first seconds.
 WARM_UP_STEPS, WARM_UP_S = 2000, 3.0
 BLOCK_WARM_UP_STEPS = 50
@@ -142,7 +142,7 @@ class Loop:
         """Train for a while; the mean step time of each chunk in seconds, without the first steps."""
         entered = time.perf_counter()
         began = chunk_began = 0.0
-        steps, chunks, chunk_steps = 0, list[float](), CHUNK_STEPS
+        steps, chunks, chunk_steps = 0, list[float](), 0
         for number, (inputs, labels) in enumerate(self.loader(loader)):
             with around(self.model):
                 x, y = inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
@@ -154,7 +154,7 @@ class Loop:
             if not began and (number == warm_up_steps or time.perf_counter() - entered > WARM_UP_S):
                 self._synchronize()
                 began = chunk_began = time.perf_counter()
-                chunk_steps = CHUNK_LONG_STEPS if (began - entered) / (number + 1) > LONG_STEP_S else CHUNK_STEPS
+                chunk_steps = next(count for most_s, count in CHUNKS if (began - entered) / (number + 1) < most_s)
             elif began:
                 steps += 1
                 if steps % chunk_steps == 0:
@@ -179,16 +179,16 @@ def observed(loop: Loop) -> Iterator[Block]:
         session.install()
         loop.run(0.0, WARM_UP_STEPS, loader="observed")
         session.restore()
-        sample_every_s = stack_sampler.SAMPLE_EVERY_S
+        usual = stack_sampler.SAMPLE_EVERY_S, stack_sampler.SAMPLE_AT_REST_EVERY_S
 
         def block(seconds: float) -> list[float]:
-            stack_sampler.SAMPLE_EVERY_S = sample_every_s
+            stack_sampler.SAMPLE_EVERY_S, stack_sampler.SAMPLE_AT_REST_EVERY_S = usual
             session.patch()
             try:
                 return loop.run(seconds, loader="observed")
             finally:
                 session.restore()
-                stack_sampler.SAMPLE_EVERY_S = 0.2
+                stack_sampler.SAMPLE_EVERY_S = stack_sampler.SAMPLE_AT_REST_EVERY_S = 0.2
 
         yield block
         session.finish()

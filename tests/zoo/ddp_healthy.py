@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 torch.set_num_threads(1)
 watch = Stopwatch()
 dist.init_process_group("gloo")
-samples = TensorDataset(torch.randn(8000, 3, 32, 32), torch.randint(10, (8000,)))
+samples = TensorDataset(torch.randn(16000, 3, 32, 32), torch.randint(10, (16000,)))
 loader = DataLoader(samples, batch_size=64, sampler=DistributedSampler(samples))
 network = torch.nn.Sequential(
     torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 64, 3, 2), torch.nn.ReLU(),
@@ -24,7 +24,7 @@ for number, (images, labels) in enumerate(loader):
     loss.backward()
     optimizer.step()
     watch.step(len(images) * dist.get_world_size())
-    if number == 40:
+    if number == 120:
         break
 if dist.get_rank() == 0:
     watch.tell()

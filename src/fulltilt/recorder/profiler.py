@@ -38,7 +38,7 @@ TENSOR_CORE = re.compile(
 FIRST_DEEP_STEP = 10
 # The first burst takes 0.2 to 0.8 s on an H200, most of it CUPTI's start; shorter jobs than this do without.
 BURST_STEPS = 3
-FIRST_BURST_STEP, FIRST_BURST_S = 30, 20.0
+FIRST_BURST_STEP, FIRST_BURST_S = 30, 8.0
 AGAIN = 4  # the next burst comes at so many times the step
 # With it, Kineto lets go of CUPTI at the end; otherwise each launch stays up to a fifth dearer until the process ends.
 RELEASE_CUPTI = "TEARDOWN_CUPTI"

@@ -70,7 +70,7 @@ class Pipeline:
 
     ``image`` and ``mask`` are positions or keys in the batch; left out, the image is its first tensor that may
     be one and the mask a second one of the same height and width. uint8 becomes float in [0, 1] where a transform needs
-    it; ``dtype`` is the type of the result. ``compile`` None: on a GPU.
+    it; ``dtype`` is the type of the result. ``compile`` None: on a GPU, where there is more than one transform.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class Pipeline:
     def _run(
         self, image: torch.Tensor, mask: torch.Tensor | None, seed: int, epoch: int, indices: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not (self.compile if self.compile is not None else image.device.type == "cuda"):
+        worth_it = len(self.transforms) > 1 and image.device.type == "cuda"  # compiling takes seconds
+        if not (self.compile if self.compile is not None else worth_it):
             return self.apply(image, mask, seed, epoch, indices)
         if self._compiled is None:
             self._compiled = torch.compile(self.apply)

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 SAMPLE_EVERY_S = 0.01
 # A short run has few samples to divide its time by: at first they come twice as often.
 EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 400, 0.005
-# While the recorder rests, one sample in so many names the line; the others would cost more than they tell.
-SAMPLE_AT_REST_EVERY = 4
+# While the recorder rests, samples come half as often, and one in so many names the line: each takes the interpreter
+# lock from the training thread.
+SAMPLE_AT_REST_EVERY_S, SAMPLE_AT_REST_EVERY = 0.02, 2
 # A sample is late when it had to wait for the interpreter lock.
 LATE_NS = 300_000
 # What the run has shown so far weighs as much as this many seconds of samples of the present window.
@@ -72,7 +73,9 @@ class StackSampler:
     @property
     def usually_every_s(self) -> float:
         """How long to wait for the next sample where sampling costs little."""
-        return EARLY_SAMPLE_EVERY_S if self._taken < EARLY_SAMPLES else SAMPLE_EVERY_S
+        if self._taken < EARLY_SAMPLES:
+            return EARLY_SAMPLE_EVERY_S
+        return SAMPLE_AT_REST_EVERY_S if self._recorder.rest.on else SAMPLE_EVERY_S
 
     def take(self, due_ns: int, every_s: float) -> None:
         """One sample of the training thread's stack, due at ``due_ns``, that stands for ``every_s``."""
