@@ -35,7 +35,7 @@ from feedbench.measuring import Bench, shown
 from feedbench.text import run_text
 from feedbench.windows import run_hdf5
 
-from fulltilt.feed.tiers import default_workers
+from fulltilt.feed.worker_pool import default_workers
 
 RUN = {"cod": run_cod, "hdf5": run_hdf5, "clip": run_clip, "text": run_text, "decode": run_decode}
 # Seconds a job may take at most, compilation included; all together they end before --budget-s.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from fulltilt.feed.tiers import default_workers
+from fulltilt.feed.worker_pool import default_workers
 from fulltilt.recipes.cod import CodOptions
 from fulltilt.recipes.cod.data import Pair, Pictures
 from fulltilt.recipes.cod.trainer import build

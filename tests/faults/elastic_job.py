@@ -11,7 +11,7 @@ import torch
 
 from fulltilt.train import checkpoint
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.launch_ranks import exit_code_of
+from fulltilt.train.exit_code import exit_code_of
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
 from fulltilt.train.train_state import StepEnd

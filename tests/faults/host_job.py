@@ -14,8 +14,8 @@ import torch
 
 from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.config import TrainSettings
+from fulltilt.train.exit_code import exit_code_of
 from fulltilt.train.job import Job
-from fulltilt.train.launch_ranks import exit_code_of
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
 from fulltilt.train.train_state import StepEnd

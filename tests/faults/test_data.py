@@ -15,8 +15,8 @@ from PIL import Image
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.train.config import TrainSettings
+from fulltilt.train.exit_code import exit_code_of
 from fulltilt.train.job import Job
-from fulltilt.train.launch_ranks import exit_code_of
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
 

@@ -15,8 +15,8 @@ from fulltilt.records import RunRecord
 from fulltilt.train import checkpoint
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import BatchSource
+from fulltilt.train.exit_code import exit_code_of
 from fulltilt.train.job import Job
-from fulltilt.train.launch_ranks import exit_code_of
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
 

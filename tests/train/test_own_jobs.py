@@ -18,8 +18,8 @@ from fulltilt.store import OwnedFolder
 from fulltilt.train import checkpoint, train_state
 from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.config import TrainSettings
+from fulltilt.train.exit_code import exit_code_of
 from fulltilt.train.job import Job, Stage
-from fulltilt.train.launch_ranks import exit_code_of
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
 from fulltilt.train.step import LossScale

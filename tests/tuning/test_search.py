@@ -20,8 +20,17 @@ from fulltilt.tuning.solutions import (
     risk_of,
     verdict_sentence,
 )
-from fulltilt.tuning.space import ALLOWABLE, Space, best_of, is_loader_only, knee_of, parse_allow, start_of
-from fulltilt.tuning.study import changes_data_set, next_step, time_limit_s
+from fulltilt.tuning.space import (
+    ALLOWABLE,
+    Space,
+    best_of,
+    changes_data_set,
+    is_loader_only,
+    knee_of,
+    parse_allow,
+    start_of,
+)
+from fulltilt.tuning.study import next_step, time_limit_s
 from tests.tuning.simulated import COD, GIB, Job, study
 
 SIXTEEN = Space(usable_cpus=16)

@@ -9,7 +9,6 @@ from fulltilt.diagnosis.gpu_summary import HostSummary, dense_peak, summarise_gp
 from fulltilt.diagnosis.loaders import Limit, Supply, find_limit, loader_ceiling, measure_supply, one_loader_a_line
 from fulltilt.diagnosis.rank_steps import RankSteps, align
 from fulltilt.diagnosis.thresholds import LIMITS
-from fulltilt.figures import percent
 from fulltilt.records import (
     Buckets,
     Ceilings,
@@ -332,22 +331,6 @@ def measure_utilisation(evidence: Evidence) -> Utilisation:
     precision, peak = dense_peak(gpu.name if gpu else "", rank.precision)
     mfu = per_step * rank.steps / evidence.active_s / peak if peak else None
     return Utilisation(au, mfu, per_step, peak, precision if peak else None)
-
-
-# --------------------------------------------------------------------------- valid timings
-
-
-def invalid_because(evidence: Evidence) -> str | None:
-    """Why the run is not a valid measurement, in one sentence; None when nothing speaks against it."""
-    for gpu in evidence.gpus:
-        share = gpu.throttled_share
-        if share is not None and share >= LIMITS.throttled_share:
-            reasons = ", ".join(gpu.throttle_reasons).replace("_", " ") or "reasons unknown"
-            return f"GPU {gpu.index} was slowed down in {percent(share)} of the readings ({reasons})"
-        if others := gpu.foreign_processes:
-            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-            return f"GPU {gpu.index} was shared with {others[0].name or 'a process'} (pid {others[0].pid}){more}"
-    return None
 
 
 # --------------------------------------------------------------------------- ranks of the job

@@ -24,8 +24,8 @@ from fulltilt.feed.hdf5_files import DAMAGED, BlockReader, describe
 from fulltilt.feed.progress import progress
 from fulltilt.feed.random_numbers import mix
 from fulltilt.feed.sample_store import device_or_default
-from fulltilt.feed.tiers import Residency, choose_tier, default_workers, measure_room
-from fulltilt.feed.worker_pool import WorkerPool
+from fulltilt.feed.tiers import Residency, choose_tier, measure_room
+from fulltilt.feed.worker_pool import WorkerPool, default_workers
 
 # Rows that are mixed with each other when they are streamed: a gigabyte of them, unless the user asks for more.
 MIXING_BYTES = 1024**3

@@ -36,7 +36,8 @@ from fulltilt.feed.progress import progress
 from fulltilt.feed.sample_cache import SampleCache
 from fulltilt.feed.sample_reader import BadSamples, Decoded, Policy
 from fulltilt.feed.sample_store import device_or_default
-from fulltilt.feed.tiers import Residency, Tier, default_workers
+from fulltilt.feed.tiers import Residency, Tier
+from fulltilt.feed.worker_pool import default_workers
 
 # What a DataLoader can be told and the feed decides by itself, so that one can stand in for the other in a script.
 DECIDED_HERE = frozenset(

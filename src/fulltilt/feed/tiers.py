@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-import psutil
 import torch
 
 from fulltilt.errors import DoesNotFit, UsageError
 from fulltilt.feed.disk_cache import room_bytes
 from fulltilt.figures import size
-from fulltilt.probes.host import cpu_capacity, memory_limit_bytes
+from fulltilt.probes.host import memory_headroom_bytes
 
 Tier = Literal["vram", "pinned", "ram", "disk", "none"]
 Residency = Literal["auto", "vram", "pinned", "ram", "disk", "none"]
@@ -102,7 +100,7 @@ def measure_room(
 
     ``reserve_bytes`` is the VRAM to leave for the model; None leaves a share (see Limits).
     """
-    ram = free_ram_bytes() // _local_ranks()
+    ram = memory_headroom_bytes() // local_ranks()
     vram = pinned = None
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -118,27 +116,6 @@ def measure_room(
     return Room(vram, pinned, int(ram * LIMITS.ram_share), disk)
 
 
-def free_ram_bytes() -> int:
-    """Memory that this process can still take: what the machine has, or what its cgroup leaves."""
-    available = int(psutil.virtual_memory().available)
-    limit = memory_limit_bytes()
-    if limit is None:
-        return available
-    return max(0, min(available, limit - int(psutil.Process().memory_info().rss)))
-
-
-def default_workers() -> int:
-    """Decoding processes for this rank: one for each physical core it may use.
-
-    Decoding keeps a core's arithmetic units busy, so that a second thread on it adds little and costs memory.
-    None for a daemon process, which may have no children.
-    """
-    if multiprocessing.current_process().daemon:
-        return 0
-    usable = cpu_capacity().usable
-    cores = psutil.cpu_count(logical=False) or int(usable)
-    return max(1, int(min(usable, cores)) // _local_ranks())
-
-
-def _local_ranks() -> int:
+def local_ranks() -> int:
+    """How many ranks of the job share this machine."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))

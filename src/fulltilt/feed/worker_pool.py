@@ -18,12 +18,15 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from torch.utils.data._utils import worker as of_torch
 
 from fulltilt.errors import FulltiltError, MachineError, UsageError
 from fulltilt.feed.sample_reader import Failure, Reader
 from fulltilt.feed.sample_store import pin, shared_bytes, start_method
+from fulltilt.feed.tiers import local_ranks
+from fulltilt.probes.host import cpu_capacity
 
 # Some data sets read an index of all their files before their first sample.
 PATIENCE_S = 300.0
@@ -215,6 +218,19 @@ def _become_worker(number: int, workers: int, dataset: Any) -> None:
     if _HANGS_IN_A_FORK:
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment, unused-ignore]
     of_torch._worker_info = of_torch.WorkerInfo(id=number, num_workers=workers, seed=number, dataset=dataset)
+
+
+def default_workers() -> int:
+    """Decoding processes for this rank: one for each physical core it may use.
+
+    Decoding keeps a core's arithmetic units busy, so that a second thread on it adds little and costs memory.
+    None for a daemon process, which may have no children.
+    """
+    if multiprocessing.current_process().daemon:
+        return 0
+    usable = cpu_capacity().usable
+    cores = psutil.cpu_count(logical=False) or int(usable)
+    return max(1, int(min(usable, cores)) // local_ranks())
 
 
 def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = None) -> Result:

@@ -16,8 +16,9 @@ from fulltilt.diagnosis.verdict import title
 from fulltilt.figures import clean, one_line
 from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, Ledger, Run
 from fulltilt.report import run_view
+from fulltilt.report.comparison import Reported, compare, told_apart
 from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint, bucket_order
-from fulltilt.report.run_view import Reported, StepPicture, compare, step_picture, told_apart
+from fulltilt.report.run_view import StepPicture, step_picture
 from fulltilt.store import REPORT_FILE
 
 # --------------------------------------------------------------------------- bars

@@ -16,7 +16,7 @@ _HOMES = {
     "Stage": "job",
     "StepEnd": "train_state",
     "TrainSettings": "config",
-    "exit_code_of": "launch_ranks",
+    "exit_code_of": "exit_code",
     "train": "loop",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - one list of the names is enough

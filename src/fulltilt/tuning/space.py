@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from statistics import LinearRegression, linear_regression
@@ -150,3 +152,28 @@ def most_within(line: LinearRegression | None, limit_bytes: float | None) -> int
     if line is None or limit_bytes is None or line.slope <= 0:
         return None
     return max(0, int((limit_bytes - line.intercept) / line.slope))
+
+
+def changes_data_set(source: str) -> int | None:
+    """The line that sets something in a data set within a loop, or its epoch anywhere; None where none is seen.
+
+    Workers that live on from epoch to epoch would not see it. A trial is too short to show it, so the source is read.
+    """
+    try:
+        module = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+    looped = {id(node) for loop in ast.walk(module) if isinstance(loop, ast.For | ast.While) for node in ast.walk(loop)}
+    for node in ast.walk(module):
+        match node:
+            case ast.Expr(ast.Call(ast.Attribute(base, name))) if name.startswith("set_"):
+                pass
+            case ast.Assign([ast.Attribute(base, name), *_]) | ast.AugAssign(ast.Attribute(base, name)):
+                pass
+            case _:
+                continue
+        data = ast.unparse(base)
+        is_data = data.endswith("dataset") or re.search(rf"DataLoader\((dataset=)?{re.escape(data)}\b", source)
+        if is_data and (id(node) in looped or name == "set_epoch"):
+            return node.lineno
+    return None

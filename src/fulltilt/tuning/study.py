@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
-import re
 import sys
 import tempfile
 import time
@@ -26,7 +24,7 @@ from fulltilt.records.secrets import mask_arguments
 from fulltilt.store import OwnedFolder
 from fulltilt.tuning.search import next_attempt, next_verification, pairs_to_keep
 from fulltilt.tuning.source_edit import fingerprint, source_file
-from fulltilt.tuning.space import Attempt, Space, best_of, is_valid, rate, start_of, streams_alone
+from fulltilt.tuning.space import Attempt, Space, best_of, changes_data_set, is_valid, rate, start_of, streams_alone
 from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
 from fulltilt.tuning.trial.outcome import conclude
 from fulltilt.tuning.trial.run_trial import SCRATCH, Limits, recipe_flags, run_trial
@@ -260,28 +258,3 @@ def _source_of(loader: LoaderRecord | None, arguments: Sequence[str]) -> Path | 
 def _script(arguments: Sequence[str]) -> Path:
     """The script that a command names; the working folder where it names none."""
     return Path(next((argument for argument in arguments if argument.endswith(".py")), ""))
-
-
-def changes_data_set(source: str) -> int | None:
-    """The line that sets something in a data set within a loop, or its epoch anywhere; None where none is seen.
-
-    Workers that live on from epoch to epoch would not see it. A trial is too short to show it, so the source is read.
-    """
-    try:
-        module = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return None
-    looped = {id(node) for loop in ast.walk(module) if isinstance(loop, ast.For | ast.While) for node in ast.walk(loop)}
-    for node in ast.walk(module):
-        match node:
-            case ast.Expr(ast.Call(ast.Attribute(base, name))) if name.startswith("set_"):
-                pass
-            case ast.Assign([ast.Attribute(base, name), *_]) | ast.AugAssign(ast.Attribute(base, name)):
-                pass
-            case _:
-                continue
-        data = ast.unparse(base)
-        is_data = data.endswith("dataset") or re.search(rf"DataLoader\((dataset=)?{re.escape(data)}\b", source)
-        if is_data and (id(node) in looped or name == "set_epoch"):
-            return node.lineno
-    return None

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from statistics import fmean, pvariance
 from typing import Literal
 
-from fulltilt.diagnosis.evidence import Evidence, gather, invalid_because
+from fulltilt.diagnosis.evidence import Evidence, gather
 from fulltilt.diagnosis.libraries import beside_training, loader_call
+from fulltilt.diagnosis.verdict import invalid_because
 from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
 from fulltilt.tuning.space import Attempt, is_loader_only
 from fulltilt.tuning.trial.run_trial import Ended

@@ -1,0 +1,101 @@
+"""How a training ends for its user: an exit code, at most three lines of error, the traceback in error.log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+import torch.distributed as dist
+
+from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError, refused_path
+from fulltilt.train import checkpoint_files
+from fulltilt.train.checkpoint import newest_complete
+from fulltilt.train.distributed import Ranks, detect, lost_contact
+from fulltilt.train.guards import RankDoesNotFit, explain_dead_worker
+from fulltilt.train.stop import INTERRUPTED, opened_log
+
+# A rank that lost another waits so long: the launcher should see first how that one ended, and ends us then.
+_AFTER_YOU_S = 5.0
+
+
+def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = None) -> int:
+    """Run ``body`` and return the exit code of the run in ``out``; errors are told in at most three lines."""
+    ranks = detect()
+    try:
+        body()
+        return 0
+    except FulltiltError as error:
+        lines, code = [error.what, error.remedy or ""], error.exit_code
+        # What was refused before the run had a folder leaves none behind: the lines say all of it.
+        if not isinstance(error, StoppedEarly) and out.is_dir():
+            _log_traceback(out)
+        if _told_by_another(error, ranks):
+            return code
+    except KeyboardInterrupt as error:
+        # The first one while it trains is a request to stop, which saves; only the second comes here, with a word.
+        again = "interrupted a second time; the last step was not saved"
+        lines = [again if error.args else "interrupted before or after training; no step is lost"]
+        code = INTERRUPTED
+    except Exception as error:  # the user's own code, or a bug of ours: the log has the details
+        said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+        log = _log_traceback(out) or _log_elsewhere()
+        lines, code = [f"{said} (in {_place_of(error)}; all of it is in {log})"], 1
+        refusal = refused_path(error) or checkpoint_files.refused_write(error, out) or explain_dead_worker(error)
+        if refusal is not None:
+            lines, code = [refusal.what, refusal.remedy or ""], refusal.exit_code
+        if ranks.world > 1 and lost_contact(error):
+            lines = ["lost contact with another rank", f"Look for what that one said. Ours is in {log}."]
+            code = MachineError.exit_code
+            time.sleep(_AFTER_YOU_S)
+    told = [line.replace(":\n", ": ").replace("\n", "; ") for line in lines if line]
+    if ranks.rank:
+        told[0] = f"rank {ranks.rank}: {told[0]}"
+    with contextlib.suppress(OSError, FulltiltError):  # what keeps us out of the folder has been told
+        if (found := newest_complete(out / "checkpoints").checkpoint) is not None:
+            # After a refusal the same command would be refused again.
+            again = "" if code == UsageError.exit_code else "; the same command resumes there"
+            told.append(f"Newest checkpoint: {found.folder}{again}.")
+    print(f"fulltilt: {told[0]}", *(f"  {line}" for line in told[1:]), sep="\n", file=stream or sys.stderr, flush=True)
+    if ranks.world > 1 and dist.is_initialized():
+        # NCCL was left as it is (see Group.close), and the interpreter's own end would wait for it.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _told_by_another(error: FulltiltError, ranks: Ranks) -> bool:
+    """What all ranks meet is told by the first; a wrong setting once on each machine, since these may differ."""
+    if isinstance(error, UsageError):
+        return ranks.local_rank > 0
+    shared = isinstance(error, StoppedEarly | Diverged | DoesNotFit) and not isinstance(error, RankDoesNotFit)
+    return shared and ranks.rank > 0
+
+
+def _log_traceback(out: Path) -> Path | None:
+    """Append it to ``error.log`` where ``out`` is ours."""
+    path = out / "error.log"
+    with contextlib.suppress(OSError, FulltiltError):
+        with opened_log(path) as file:
+            traceback.print_exc(file=file)
+        return path
+    return None
+
+
+def _log_elsewhere() -> Path | None:
+    with contextlib.suppress(OSError):
+        path = Path(tempfile.mkdtemp(prefix="fulltilt-")) / "error.log"
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+        return path
+    return None
+
+
+def _place_of(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "an unknown place"
