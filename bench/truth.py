@@ -3,7 +3,7 @@
     python bench/truth.py [--jobs launch,item] [--seconds 13] [--out truth.json]      about ten minutes on an H200
 
 Each job runs twice: plain and then, in the same process, under torch.profiler (CUDA activities alone, which slow the
-host down least); and under `fulltilt run`. Truth is the union of the profiler's kernel and copy intervals a step, over
+host down least); and under `fulltilt run`. Truth is the union of the profiler's kernel intervals a step, over
 the plain step; idle time goes to what the job's own stopwatch says the host did meanwhile, and is compared in time a
 step, because the machine's pace is another in each run. Inside the limits: kernel time within 5 %, shares and idle time
 within 3 points of the plain step, steps and samples exact.
@@ -100,7 +100,9 @@ class Watch:
         if self.profiler is None:
             return told
         events = [
-            event for event in self.profiler.profiler.kineto_results.events() if "CUDA" in str(event.device_type())
+            event
+            for event in self.profiler.profiler.kineto_results.events()
+            if "CUDA" in str(event.device_type()) and not event.name().startswith(("Memcpy HtoD", "Memcpy DtoH"))
         ]
         work = union((event.start_ns(), event.start_ns() + event.duration_ns()) for event in events)
         idle: dict[str, float] = {}
@@ -214,7 +216,7 @@ def from_loader(watch: Watch, data: Rows, width: int, dtype: torch.dtype = torch
 
 
 def workers(watch: Watch) -> None:
-    from_loader(watch, Rows(100_000, 1024), 1024, batch_size=256, num_workers=8)
+    from_loader(watch, Rows(10_000_000, 1024), 1024, batch_size=256, num_workers=8)
 
 
 def workers_busy(watch: Watch) -> None:
@@ -234,13 +236,15 @@ def short_epochs(watch: Watch) -> None:
 
 
 def list_of_batches(watch: Watch) -> None:
-    model = stack(512, 8)
+    model = stack(2048, 6, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    y = torch.zeros(64 * 256, dtype=torch.long, device="cuda")
     while True:
         with watch.phase("host"):
-            batches = [(torch.randn(256, 512).pin_memory(), torch.zeros(256, dtype=torch.long)) for _ in range(100)]
-        for x, y in batches:
-            update(model, optimizer, x.to("cuda", non_blocking=True), y.to("cuda"))
+            batches = [torch.randn(256, 2048).pin_memory() for _ in range(100)]
+        for batch in batches:
+            x = batch.to("cuda", torch.bfloat16, non_blocking=True).repeat(64, 1)
+            update(model, optimizer, x, y)
             watch.step(len(x))
 
 
@@ -277,7 +281,7 @@ def sleeping(watch: Watch) -> None:
 
 
 def validating(watch: Watch) -> None:
-    model, batch = stack(2048, 8, torch.bfloat16), batch_of(4096, 2048, torch.bfloat16)
+    model, batch = stack(2048, 8, torch.bfloat16), batch_of(16384, 2048, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     while True:
         for _ in range(5):

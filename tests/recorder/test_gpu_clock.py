@@ -65,3 +65,12 @@ def test_long_stretch_at_rest_is_host_code_beyond_the_queue() -> None:
     times = ActivityTimes()
     gpu.advance(100e6, 100e6, Point.STEP, times)
     assert times.by_label == {"host_code": 44e6, "rest": 50e6}
+
+
+@pytest.mark.parametrize("before", [Point.BATCH, Point.STEP], ids=["from a loader", "in a loop without one"])
+def test_a_blocking_copy_is_no_work_of_the_gpu(before: Point) -> None:
+    gpu = GpuTime(0.0, before)
+    gpu.held = [(0.0, 6e6, "transfer")]
+    times = ActivityTimes()
+    gpu.advance(6e6, 6e6, Point.TRANSFER, times)
+    assert times.by_label == {"transfer": 6e6}

@@ -126,10 +126,11 @@ NO_WORK = {
     (Point.STEP, Point.EVAL),
     (Point.EVAL, Point.BATCH),
     (Point.BATCH, Point.TRANSFER),
+    (Point.STEP, Point.TRANSFER),
     (Point.TRANSFER, Point.TRANSFER),
 }
-# Between these points the GPU does nothing but copy.
-COPIES = {(Point.BATCH, Point.TRANSFER), (Point.TRANSFER, Point.TRANSFER)}
+# Between these points the GPU does nothing but copy; behind a step where no loader brings batches.
+COPIES = {(begin, Point.TRANSFER) for begin in (Point.BATCH, Point.STEP, Point.TRANSFER)}
 # A running mean over about this many stretches follows a job whose work changes.
 REMEMBERED = 32
 # A calibrated stretch may have been idle for so much of its time and still teach how long the work in it takes.

@@ -289,10 +289,12 @@ class KernelTotals:
         self._steps += steps
         self._kernels += len(kernels)
         exchange = [event for event in kernels if event.name.startswith(COLLECTIVES)]
-        busy_us = _covered(kernels)
-        self._busy_us += busy_us
+        # A copy from pageable memory waits for the host, and for the profiler: it is no work of the GPU's.
+        kernels_us = _covered([event for event in kernels if not event.name.startswith(COPIES)])
+        self._busy_us += kernels_us
         self._exchange_us += _covered(exchange)
-        self._exposed_us += busy_us - _covered([event for event in kernels if not event.name.startswith(COLLECTIVES)])
+        own = [event for event in kernels if not event.name.startswith((*COPIES, *COLLECTIVES))]
+        self._exposed_us += kernels_us - _covered(own)
         for event in kernels:
             length = _length(event)
             self._by_name[event.name] = self._by_name.get(event.name, 0.0) + length
@@ -330,15 +332,15 @@ def deep_record(events: list[Any], steps: int, seen: KernelRecord | None, waits:
     timed = [event for event in events if _on_gpu(event)] if seen is not None else events
     first = min((event.time_range.start for event in timed), default=0.0)
     last = max((event.time_range.end for event in timed), default=0.0)
-    step_s = (last - first) * 1e-6 / steps
+    step_s, busy_s = (last - first) * 1e-6 / steps, _covered(timed) * 1e-6 / steps
     if seen is None:
         top = _top((event.name, event.self_cpu_time_total / steps) for event in events if "::" in event.name)
         return DeepRecord(steps, step_s, None, None, None, None, None, top_kernels=top)
     return DeepRecord(
         steps=steps,
         step_s=step_s,
-        gpu_busy_s=seen.busy_s,
-        kernel_gaps_s=step_s - seen.busy_s,
+        gpu_busy_s=busy_s,
+        kernel_gaps_s=step_s - busy_s,
         copies_s=seen.copies_s,
         kernels=seen.kernels,
         tensor_core_share=seen.tensor_core_share,

@@ -532,7 +532,7 @@ class DeepRecord:
 class KernelRecord:
     """What the GPU ran in a few steps under torch.profiler, begun now and then while the job runs. Times are per step.
 
-    ``busy_s`` is the union of kernels and copies: gaps between kernels are no work.
+    ``busy_s`` is the union of all kernels: gaps between them, and copies from and to the host, are no work.
     """
 
     steps: int

@@ -129,7 +129,7 @@ def free_switches(evidence: Evidence) -> Judgement:
     """Switches that change no result to speak of, each told only where traced kernels show that it applies."""
     rank, loader = evidence.rank, evidence.loader
     if rank.kernels is None or rank.precision is None:
-        return Abstention("free_switches", "kernels of a traced step (runs longer than 20 s)")
+        return Abstention("free_switches", "kernels of a traced step (runs longer than 8 s)")
     busy_s, precision = rank.kernels.busy_s, rank.precision
     if busy_s <= 0 or not _compute_dominates(evidence) or precision.compiled:
         return None
