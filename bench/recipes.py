@@ -50,7 +50,11 @@ COLUMNS = {
 WANTED_FED_OVER_COMPUTE = 0.97
 # For --run: what make-data calls the data, how many samples (COD10K has 6,000 to train on), and the recipe's options.
 WHOLE_RUNS: dict[str, tuple[str, int, list[str]]] = {
-    "cod": ("cod", 8000, ["--skip-stage1", "--no-progressive-unfreeze", "--batch-size", "64", "--epochs", "8"]),
+    "cod": (
+        "cod",
+        8000,
+        ["--skip-stage1", "--no-progressive-unfreeze", "--batch-size", "64", "--epochs", "16", "--eval-every", "4"],
+    ),
     "carclip": ("cars", 8000, ["--model", "vit-b-32", "--batch-size", "256", "--epochs", "8"]),
     "visobert": ("text", 60_000, ["--batch-size", "512", "--epochs", "4"]),
     "hdf5": ("hdf5", 200, ["--batch-size", "8192", "--epochs", "8"]),

@@ -99,7 +99,7 @@ class TrainSettings:
     hang_timeout_s: float = option(1800.0, above=0)
     drift_every: int | None = option(1000, least=1)
     # what is shown
-    eval_every: int = option(1, least=1)
+    eval_every: int = option(1, "Evaluate after every so many epochs, and after the last one.", least=1)
     log_every: int | None = option(None, least=1)
     record: bool = True
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] | None = None
