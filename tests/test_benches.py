@@ -37,7 +37,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, out: Path, *given: str, **co
 
 
 def test_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    small: dict[str, Any] = {"CHUNK_STEPS": 8, "CHUNK_LONG_STEPS": 8, "WARM_UP_STEPS": 20, "BLOCK_WARM_UP_STEPS": 5}
+    small: dict[str, Any] = {"CHUNKS": ((float("inf"), 8),), "WARM_UP_STEPS": 20, "BLOCK_WARM_UP_STEPS": 5}
     given = ["--pairs", "2", "--block-s", "0.01", "--device", "cpu", "--only", "fulltilt", "--job", "workers"]
     code, found = run("overhead", monkeypatch, tmp_path / "overhead.json", *given, **small)
     assert code == 0
