@@ -177,6 +177,14 @@ def test_readings_are_appended_to_the_file(monkeypatch: pytest.MonkeyPatch, tmp_
 
 # --------------------------------------------------------------------------- bad input
 
+# Among them what looks like a file of ours whose last line was torn by a kill.
+FOREIGN = {
+    "notes.txt": "mine",
+    "config.json": '{\n "lr": 0.1\n}',
+    "losses.jsonl": '{"loss": 1.0}\n{"lo',
+    "torn.jsonl": '{"t',
+}
+
 
 @pytest.mark.parametrize(
     ("flags", "code", "complaint"),
@@ -187,13 +195,14 @@ def test_readings_are_appended_to_the_file(monkeypatch: pytest.MonkeyPatch, tmp_
         (["--interval", "nan"], 2, "--interval nan is not between"),
         (["--out", "{tmp}/nowhere/s.jsonl"], 7, "cannot write {tmp}/nowhere/s.jsonl: No such file or directory"),
         (["--out", "{tmp}"], 7, "cannot write {tmp}: Is a directory"),
-        (["--out", "{tmp}/notes.txt"], 7, "{tmp}/notes.txt exists and was not written by Fulltilt"),
+        *((["--out", f"{{tmp}}/{name}"], 2, f"{{tmp}}/{name} exists and holds something else") for name in FOREIGN),
     ],
 )
 def test_bad_input_is_one_or_two_lines_before_the_screen_opens(
     flags: list[str], code: int, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
+    for name, text in FOREIGN.items():
+        (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit) as ended:
         main(["watch", *(flag.format(tmp=tmp_path) for flag in flags)])
     shown = capsys.readouterr()
@@ -201,7 +210,7 @@ def test_bad_input_is_one_or_two_lines_before_the_screen_opens(
     assert shown.out == ""
     assert len(shown.err.splitlines()) <= 2
     assert complaint.format(tmp=tmp_path) in shown.err
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert {name: (tmp_path / name).read_text() for name in FOREIGN} == FOREIGN
 
 
 def test_an_unwritable_file_is_refused_before_the_screen_opens(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fulltilt.cli.streams import examples, tell
-from fulltilt.errors import UsageError
+from fulltilt.errors import ForeignFiles, RunFolderError, UsageError
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.jobs import JobProbe
 from fulltilt.probes.sampler import Sampler
@@ -29,7 +29,7 @@ from fulltilt.records import Sample
 from fulltilt.report.console import open_console
 from fulltilt.report.status_line import sample_lines
 from fulltilt.report.watch_screen import WatchView, watch_lines
-from fulltilt.store import LineWriter
+from fulltilt.store import LineWriter, read_lines
 
 # The longest history that any window shows: a column a sample.
 _MOST_SAMPLES = 1000
@@ -70,7 +70,7 @@ def watch(
     if not 0.1 <= interval <= 3600:
         raise UsageError(f"--interval {interval:g} is not between 0.1 and 3600 seconds")
     # Before the screen opens, so that a complaint stays readable.
-    writer = None if out is None else LineWriter(out)
+    writer = None if out is None else _opened(out)
     console = open_console(follows_window=True)
     with Gpus.open(all_devices=True) as gpus:
         readings = Readings(gpus, min(interval, _ONCE_S) if once else interval, writer)
@@ -81,6 +81,17 @@ def watch(
                 _show_until_quit(readings, Screen(console, gpus, interval, None if out is None else str(out)))
             else:
                 _print_lines(readings, gpus, most=None)
+
+
+def _opened(out: Path) -> LineWriter:
+    """The file to append readings to. Raises ForeignFiles where it holds something else."""
+    try:
+        if out.is_file() and out.stat().st_size:
+            next(read_lines(out, Sample))
+    except (RunFolderError, StopIteration) as error:
+        what = f"{out} exists and holds something else than readings of fulltilt watch"
+        raise ForeignFiles(what, "Choose another file with --out.") from error
+    return LineWriter(out)
 
 
 class Readings:
