@@ -6,13 +6,12 @@ import pytest
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import gather
 from fulltilt.diagnosis.rules.data_loading import input_cpu_bound
+from fulltilt.diagnosis.rules.gpu import gpu_shared, throttled
 from fulltilt.diagnosis.rules.machine import (
     cpu_affinity,
     cpu_oversubscribed,
-    gpu_shared,
     launch_contended,
     memory_pressure,
-    throttled,
     worker_memory_growth,
 )
 from fulltilt.records import Abstention, CpuCapacity, Finding, GpuProcess, MemoryGrowthRecord, Run

@@ -40,7 +40,7 @@ from fulltilt.errors import FulltiltError
 from fulltilt.feed.disk_cache import CacheFull, list_caches, open_cache
 from fulltilt.feed.sample_layout import layout_of
 from fulltilt.recipes import options
-from fulltilt.recorder.loaders.overrides import read_loader, read_settings
+from fulltilt.recorder.loaders.settings_file import read_loader, read_settings
 from fulltilt.records import Settings, Trial
 from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain

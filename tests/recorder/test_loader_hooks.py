@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fulltilt.recorder.loaders import LoaderTap
-from fulltilt.recorder.loaders.overrides import LoaderOverride
+from fulltilt.recorder.loaders.settings_file import LoaderOverride
 from fulltilt.recorder.session import Session
 from fulltilt.records import Settings
 

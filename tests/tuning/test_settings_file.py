@@ -19,7 +19,7 @@ from fulltilt.cli.run import settings_not_in_force
 from fulltilt.errors import UsageError
 from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.import_watcher import ImportWatcher
-from fulltilt.recorder.loaders.overrides import LoaderOverride, override_fastai, read_loader, read_settings
+from fulltilt.recorder.loaders.settings_file import LoaderOverride, override_fastai, read_loader, read_settings
 from fulltilt.records import Settings
 from fulltilt.tuning.live.measurement import Knobs
 from tests.tuning.live_jobs import Squares, tuning

@@ -32,7 +32,7 @@ from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
 from fulltilt.recorder import attach
 from fulltilt.recorder.job_command import job_command, job_name, launched_task, task_name
-from fulltilt.recorder.loaders.overrides import read_settings
+from fulltilt.recorder.loaders.settings_file import read_settings
 from fulltilt.records import RunRecord, Sample, Settings, Task
 
 # Each process of the job imports it once torch is there; this one need not.

@@ -27,7 +27,7 @@ from fulltilt.figures import duration_s, seconds
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
 from fulltilt.recipes import RECIPES
 from fulltilt.recorder.job_command import job_command, job_name
-from fulltilt.recorder.loaders.overrides import LOADER
+from fulltilt.recorder.loaders.settings_file import LOADER
 from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console
 from fulltilt.store import OwnedFolder

@@ -23,7 +23,7 @@ from fulltilt.recorder.hooks.training import (
 from fulltilt.recorder.import_watcher import imported_iterables
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.loader_hooks import FeedTaps
-from fulltilt.recorder.loaders.overrides import LoaderOverride, override_fastai, read_loader, read_settings
+from fulltilt.recorder.loaders.settings_file import LoaderOverride, override_fastai, read_loader, read_settings
 from fulltilt.recorder.profiler import StepProfiler
 from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.recorder import Recorder

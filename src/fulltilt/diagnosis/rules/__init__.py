@@ -45,8 +45,8 @@ RULES: tuple[Rule, ...] = (
     machine.launch_contended,
     machine.cpu_oversubscribed,
     data_loading.shm_small,
-    machine.throttled,
-    machine.gpu_shared,
+    gpu.throttled,
+    gpu.gpu_shared,
     ranks.straggler,
     ranks.communication_bound,
     ranks.find_unused_parameters,
@@ -62,15 +62,15 @@ _ON_GPU: tuple[Rule, ...] = (
     gpu.precision_unused,
     gpu.free_switches,
     machine.launch_contended,
-    machine.throttled,
-    machine.gpu_shared,
+    gpu.throttled,
+    gpu.gpu_shared,
 )
 # These judge the machine, so they need no training: memory may be why there was none.
 _WITHOUT_TRAINING: tuple[Rule, ...] = (
     machine.memory_pressure,
     data_loading.shm_small,
-    machine.throttled,
-    machine.gpu_shared,
+    gpu.throttled,
+    gpu.gpu_shared,
 )
 
 

@@ -1,4 +1,4 @@
-"""The GPU: precision, padding, batch size, launches, copies and synchronization."""
+"""The GPU: precision, padding, batch size, launches, copies, synchronization, its clock and who shares it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from fulltilt.diagnosis.findings import (
     neighbours,
     time_spent,
 )
-from fulltilt.diagnosis.gpu_summary import is_it_real, vram_used_share
+from fulltilt.diagnosis.gpu_summary import (
+    clock_ratio,
+    is_it_real,
+    training_samples,
+    use_before_the_job,
+    vram_used_share,
+)
 from fulltilt.diagnosis.ledger import gpu_step_words
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import capital, number, percent, seconds, size
@@ -387,3 +393,76 @@ def _fewer_launches(evidence: Evidence) -> str:
     if evidence.loader and evidence.loader.batch_size:
         steps.append(f"if the training allows it, try a batch larger than {evidence.loader.batch_size}")
     return capital(f"{'; '.join(steps)}.")
+
+
+# --------------------------------------------------------------------------- a GPU that is slowed down or shared
+
+
+def throttled(evidence: Evidence) -> Judgement:
+    """The GPU lowers its clock: too hot, too little power, a fault of the board."""
+    measured = [gpu for gpu in evidence.gpus if gpu.throttled_share is not None]
+    if not measured:
+        return Abstention("throttled", "the GPU's clock and its reasons for slowing down")
+    worst = max(measured, key=lambda gpu: gpu.throttled_share or 0.0)
+    share = worst.throttled_share or 0.0
+    if share < LIMITS.throttled_share:
+        return None
+    readings = [reading for sample in training_samples(evidence.run) for reading in sample.gpus]
+    clock = clock_ratio(reading for reading in readings if reading.uuid == worst.uuid)
+    facts = [
+        f"GPU {worst.index} was slowed down in {percent(share)} of the readings: {_reasons(worst.throttle_reasons)}"
+    ]
+    if clock is not None:
+        facts.append(f"its clock was at {percent(clock)} of its maximum")
+    if worst.temperature_peak_c is not None:
+        facts.append(f"it reached {number(worst.temperature_peak_c)} °C")
+    hot = any("thermal" in reason.lower() for reason in worst.throttle_reasons)
+    fix = (
+        "Cool the GPU: clear its air flow, raise the fan speed or lower the room's temperature."
+        if hot
+        else "Give the GPU its power: raise the limit (nvidia-smi -pl), check the supply and its cables."
+    ) + " Until then its timings say nothing about the job."
+    compute_share = evidence.share(evidence.buckets.compute_s)
+    predicted = by_speeding_up(compute_share, 1.0, 1 / clock) if clock else None
+    return found(evidence, "throttled", share * evidence.buckets.compute_s, facts, fix, None, predicted)
+
+
+def _reasons(reasons: tuple[str, ...]) -> str:
+    return ", ".join(reason.replace("_", " ") for reason in reasons) or "no reason given"
+
+
+# --------------------------------------------------------------------------- other processes
+
+
+def gpu_shared(evidence: Evidence) -> Judgement:
+    """Somebody else's process sits on the same GPU."""
+    uuids = {gpu.uuid for gpu in evidence.gpus}
+    readings = [r for s in training_samples(evidence.run) for r in s.gpus if r.uuid in uuids]
+    if all(reading.processes is None for reading in readings):
+        return Abstention("gpu_shared", "the processes on the GPU")
+    crowded = max(evidence.gpus, key=lambda gpu: len(gpu.foreign_processes), default=None)
+    if crowded is None or not crowded.foreign_processes:
+        return None
+    others = crowded.foreign_processes
+    facts = [f"GPU {crowded.index} also runs {_process(p.name, p.pid, p.vram_used_bytes)}" for p in others[:3]]
+    if len(others) > 3:
+        facts.append(f"and {len(others) - 3} more")
+    fix = (
+        "Give the job a GPU of its own (CUDA_VISIBLE_DEVICES), or wait for the other "
+        f"{'process' if len(others) == 1 else 'processes'} to end: timings beside others are not the job's own."
+    )
+    # Processes that compute take turns; an idle one, such as a notebook somebody left open, only takes memory.
+    use_pct = use_before_the_job(evidence.run, crowded.uuid)
+    if use_pct is not None:
+        facts.append(f"before the job came to it, that GPU was busy {percent(use_pct / 100)} of the time")
+        if use_pct < LIMITS.idle_gpu_pct:
+            return found(evidence, "gpu_shared", 0.0, facts, fix, severity="info")
+    taken = len(others) / (len(others) + 1)
+    share = evidence.share(evidence.buckets.compute_s) * taken
+    cost_s = evidence.buckets.compute_s * taken
+    return found(evidence, "gpu_shared", cost_s, facts, fix, None, gain(1.0, amdahl(share)), "warn")
+
+
+def _process(name: str | None, pid: int, vram_bytes: int | None) -> str:
+    memory = f", {size(vram_bytes)}" if vram_bytes is not None else ""
+    return f"{name or 'a process'} (pid {pid}{memory})"

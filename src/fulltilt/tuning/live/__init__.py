@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fulltilt import store
 from fulltilt.errors import FulltiltError
 from fulltilt.recorder.loaders.iterator import is_iterable
-from fulltilt.recorder.loaders.overrides import LOADER
+from fulltilt.recorder.loaders.settings_file import LOADER
 from fulltilt.recorder.loaders.workers import allowed_cpus
 from fulltilt.records import LiveRecord, Settings
 from fulltilt.tuning.live.measurement import DEFAULT, Knobs, Limits

@@ -14,7 +14,7 @@ from typing import Any
 
 from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.loaders import call_sites, named_arguments
-from fulltilt.recorder.loaders.overrides import apply, looks_like_training, names_workers, override_fastai
+from fulltilt.recorder.loaders.settings_file import apply, looks_like_training, names_workers, override_fastai
 from fulltilt.records import Settings
 from fulltilt.tuning.trial.throughput import TrainingLoader
 
