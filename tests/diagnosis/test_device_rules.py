@@ -150,6 +150,7 @@ def test_kernels_that_leave_multiprocessors_idle_want_a_larger_batch() -> None:
     assert "SMs are active 25 % of the time that a kernel runs" in finding.evidence
     assert "10 % of the GPU's memory is in use" in finding.evidence
     assert "A suggestion, since it changes what is trained: try batch_size 32 → 64 at train.py:31" in finding.fix
+    assert "`fulltilt plan RUN` tells which batches fit" in finding.fix
     assert finding.predicted_speedup == (1.51, 3.08)
 
 

@@ -78,7 +78,7 @@ def _larger_batch(evidence: Evidence) -> str:
         attempt = f"batch_size {loader.batch_size} → {2 * loader.batch_size}{at(loader.where)}"
     return (
         f"A suggestion, since it changes what is trained: try {attempt} while memory lasts, with the learning rate "
-        "times √2 for Adam-like optimizers (× 2 for SGD)."
+        "times √2 for Adam-like optimizers (× 2 for SGD). `fulltilt plan RUN` tells which batches fit."
     )
 
 
