@@ -36,6 +36,19 @@ def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: 
     ]
 
 
+def test_a_key_in_the_users_code_is_not_written_into_the_log(tmp_path: Path) -> None:
+    out = store.OwnedFolder.claim(tmp_path / "out", "a training").path
+
+    def body() -> None:
+        raise RuntimeError("refused: api_key=sk-live-1234567890abcdef")
+
+    assert exit_code_of(body, out, io.StringIO()) == 1
+    log = out / "error.log"
+    assert "refused: api_key=***" in log.read_text()
+    assert "1234567890abcdef" not in log.read_text()
+    assert log.stat().st_mode & 0o077 == 0
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_is_full_for_anything_else_than_a_checkpoint_ends_with_7(number: int, tmp_path: Path) -> None:
     """Seen to fail: hdf5 writes its calibration before the checkpoint, and ended with 1 and Python's own words."""

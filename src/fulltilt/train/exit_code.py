@@ -15,6 +15,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError, refused_path
+from fulltilt.records.secrets import mask_text
 from fulltilt.train import checkpoint_files
 from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.distributed import Ranks, detect, lost_contact
@@ -83,7 +84,7 @@ def _log_traceback(out: Path) -> Path | None:
     path = out / "error.log"
     with contextlib.suppress(OSError, FulltiltError):
         with opened_log(path) as file:
-            traceback.print_exc(file=file)
+            file.write(_masked_traceback())
         return path
     return None
 
@@ -91,9 +92,14 @@ def _log_traceback(out: Path) -> Path | None:
 def _log_elsewhere() -> Path | None:
     with contextlib.suppress(OSError):
         path = Path(tempfile.mkdtemp(prefix="fulltilt-")) / "error.log"
-        path.write_text(traceback.format_exc(), encoding="utf-8")
+        path.write_text(_masked_traceback(), encoding="utf-8")
         return path
     return None
+
+
+def _masked_traceback() -> str:
+    """Lines of the user's code stand in it, which may hold a key."""
+    return "".join(mask_text(line) for line in traceback.format_exc().splitlines(keepends=True))
 
 
 def _place_of(error: BaseException) -> str:

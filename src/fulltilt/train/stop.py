@@ -214,7 +214,7 @@ def opened_log(log: Path) -> TextIO:
     folder = store.OwnedFolder.around(log)
     if folder is None:
         raise FileNotFoundError(log)
-    return os.fdopen(folder.append(log), "a", encoding="utf-8")
+    return os.fdopen(folder.append(log, 0o600), "a", encoding="utf-8")
 
 
 def listen_in_worker(log: Path) -> None:
