@@ -6,6 +6,7 @@ import asyncio
 import builtins
 import contextlib
 import copy
+import gc
 import importlib
 import json
 import multiprocessing
@@ -244,6 +245,33 @@ def test_a_generator_that_holds_the_training_loop_makes_no_data() -> None:
     holds = {code for code in train.__code__.co_consts if isinstance(code, CodeType)} | {train.__code__}
     kinds = {loop: {view.kind for view in looks_at(spin, holding=loop)} for loop in (frozenset(), frozenset(holds))}
     assert ["data_wait" in seen for seen in kinds.values()] == [True, False]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="collections begin between instructions there")
+def test_no_garbage_is_collected_while_a_stack_is_walked() -> None:
+    """Seen to fail: a finalizer let the training thread go on, its frame was freed, and the job died of SIGSEGV."""
+    leave, collections = threading.Event(), list[str]()
+
+    def deep(calls: int) -> None:
+        deep(calls - 1) if calls else leave.wait()
+
+    thread = threading.Thread(target=deep, args=(50,))
+    thread.start()
+    threshold = gc.get_threshold()
+    gc.callbacks.append(note := lambda phase, _info: collections.append(phase))
+    gc.set_threshold(1)
+    try:
+        stack = stack_of(thread.ident or 0)
+        seen = len(collections)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(note)
+        leave.set()
+        thread.join()
+    assert stack is not None
+    assert len(stack.calls) > 50
+    assert seen == 0
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -7,8 +7,10 @@ Here is also which frames hold the training loop, and which an evaluation.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import opcode
+import os
 import queue
 import selectors
 import subprocess
@@ -40,6 +42,9 @@ ASKS_THE_SAMPLER = "_next_index"
 SAVING = frozenset({"save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"})
 # Of threads and processes: waiting for their beginning or their end brings no batch.
 BRING_NO_BATCH = frozenset({"__init__", "start", "join"})
+# Up to Python 3.11, f_back allocates a frame object, which may begin a garbage collection: where a finalizer in it lets
+# go of the interpreter lock, the other thread returns from that very frame, and f_back reads freed memory (SIGSEGV).
+COLLECTS_IN_F_BACK = sys.version_info < (3, 12)
 # The file of the code that imports modules.
 IMPORTING = "<frozen importlib"
 
@@ -78,15 +83,34 @@ def stack_of(thread_id: int) -> Stack | None:
     It is taken down at once and no frame is kept: a frame that is held when its function returns keeps what the
     function held alive, and lets it go on the wrong thread.
     """
-    frame: FrameType | None = sys._current_frames().get(thread_id)
-    if frame is None:
-        return None
-    names = frame.f_globals
-    calls: list[Spot] = []
-    while frame is not None and len(calls) < DEEPEST:
-        calls.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return Stack(calls, names)
+    global _collects_later
+    collects = _collects_later = COLLECTS_IN_F_BACK and gc.isenabled()
+    if collects:
+        gc.disable()
+    try:
+        frame: FrameType | None = sys._current_frames().get(thread_id)
+        if frame is None:
+            return None
+        names = frame.f_globals
+        calls: list[Spot] = []
+        while frame is not None and len(calls) < DEEPEST:
+            calls.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        return Stack(calls, names)
+    finally:
+        if collects:
+            gc.enable()
+            _collects_later = False
+
+
+def _after_fork() -> None:
+    if _collects_later:
+        gc.enable()
+
+
+_collects_later = False  # a stack is being walked, and a process that is forked meanwhile has to collect all the same
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def user_code_in_backward(stack: Stack) -> bool:
