@@ -26,14 +26,13 @@ from fulltilt.tuning.live.controller import Capacity, Settle, Try, best_of, deci
 from fulltilt.tuning.live.measurement import LOOK_EVERY_S, Arrival, Knobs, Seen, Window, words
 from fulltilt.tuning.live.ranks import Report
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
+from fulltilt.tuning.live.untunable import reason_against, reason_of_sampler
 from fulltilt.tuning.live.worker_pool import (
     IndexQueue,
     WorkerPool,
     copy_of,
     is_of_data_set,
     knobs_of,
-    reason_against,
-    reason_of_sampler,
     sampler_of,
     shuffler_of,
     starts_slowly,
