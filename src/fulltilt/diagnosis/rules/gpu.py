@@ -431,9 +431,6 @@ def _reasons(reasons: tuple[str, ...]) -> str:
     return ", ".join(reason.replace("_", " ") for reason in reasons) or "no reason given"
 
 
-# --------------------------------------------------------------------------- other processes
-
-
 def gpu_shared(evidence: Evidence) -> Judgement:
     """Somebody else's process sits on the same GPU."""
     uuids = {gpu.uuid for gpu in evidence.gpus}
