@@ -40,6 +40,10 @@ FIRST_DEEP_STEP = 10
 BURST_STEPS = 3
 FIRST_BURST_STEP, FIRST_BURST_S = 30, 8.0
 AGAIN = 4  # the next burst comes at so many times the step
+# While CUPTI starts the GPU is idle, and then has power to spare: its kernels run faster than usual for a while.
+SETTLE_NS = 300_000_000
+# So often a burst is begun anew because an evaluation came into it.
+MOST_TRIES = 8
 # With it, Kineto lets go of CUPTI at the end; otherwise each launch stays up to a fifth dearer until the process ends.
 RELEASE_CUPTI = "TEARDOWN_CUPTI"
 
@@ -55,6 +59,8 @@ class StepProfiler:
         self._at_call = FIRST_DEEP_STEP if self._deep else FIRST_BURST_STEP
         self._first_ns = 0
         self._profiler: Any = None
+        self._settles_at_ns: int | None = None  # while CUPTI runs and nothing is kept yet
+        self._evaluations = self._tries = 0
         self._meanwhile = contextlib.ExitStack()
         self._waits: Counter[str] = Counter()
         self._totals = KernelTotals()
@@ -73,6 +79,9 @@ class StepProfiler:
         self._calls += 1
         if self._calls == 1:
             self._first_ns = time.perf_counter_ns()
+        elif self._settles_at_ns is not None:
+            if time.perf_counter_ns() >= self._settles_at_ns:
+                self._trace()
         elif self._profiler is not None:
             if self._calls >= self._at_call + self._steps:
                 self.stop()
@@ -113,10 +122,10 @@ class StepProfiler:
         self._at_call = self._calls
 
     def _start(self) -> None:
-        """Begin, unless the script profiles itself or, for a burst, replays CUDA graphs: CUPTI cannot leave those."""
+        """Begin, unless the script profiles itself or CUPTI could not be let go: an old one crashes in CUDA graphs."""
         recorder, torch, on_gpu = self._recorder, self._torch, self._recorder.clock is not None
         profiled = torch.autograd._profiler_enabled() or "NSYS_PROFILING_SESSION_ID" in os.environ
-        graphs = recorder.state.uses_cuda_graphs and not self._deep
+        graphs = recorder.state.uses_cuda_graphs and not self._deep and not _leaves_cuda_graphs(torch)
         if profiled or graphs or recorder.profiling or recorder.calibration.under_way:
             self._at_call = self._calls * 2
             return
@@ -126,14 +135,12 @@ class StepProfiler:
         kinds = torch.profiler.ProfilerActivity
         activities = [*([kinds.CPU] if self._deep else []), *([kinds.CUDA] if on_gpu else [])]
         try:
-            if on_gpu:
-                torch.cuda.synchronize()  # what was queued before is not of these steps
             if not self._deep:
                 self._meanwhile.enter_context(_releasing_cupti())
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._profiler = torch.profiler.profile(activities=activities)
-                self._profiler.start()
+                self._profiler.prepare_trace()
             # Two profilers at once are an error: where the script starts its own, ours ends first.
             patches = Patches()
             self._meanwhile.callback(patches.restore)
@@ -141,11 +148,31 @@ class StepProfiler:
             if self._deep and on_gpu:
                 self._meanwhile.enter_context(_waits_by_line(torch, self._waits))
             recorder.profiling = True
+            self._settles_at_ns = time.perf_counter_ns() + SETTLE_NS
         except Exception as error:
             self._profiler = None
             self._end(error)
         finally:
             recorder.switch(before)
+        if self._deep:
+            self._trace()
+
+    def _trace(self) -> None:
+        """Keep what is seen from here on."""
+        self._settles_at_ns = None
+        if self._profiler is None:
+            return
+        before = self._recorder.switch(Activity.OBSERVER)
+        try:
+            if self._recorder.clock is not None:
+                self._torch.cuda.synchronize()  # what was queued before is not of these steps
+            self._profiler.start_trace()
+        except Exception as error:
+            self._profiler = None
+            self._end(error)
+        finally:
+            self._recorder.switch(before)
+        self._at_call, self._evaluations = self._calls, self._recorder.evaluation.seen
 
     def _give_way(self, original: Function) -> Function:
         def init(profile: Any, *args: Any, **kwargs: Any) -> None:
@@ -156,16 +183,20 @@ class StepProfiler:
 
     def stop(self) -> None:
         """End what is under way and take it in."""
+        if self._settles_at_ns is not None:
+            self._trace()  # what is prepared can be ended only once it was begun
         if self._profiler is None:
             return
         recorder, profiler, self._profiler = self._recorder, self._profiler, None
         before = recorder.switch(Activity.OBSERVER)
         steps = self._calls - self._at_call
+        evaluated = recorder.evaluation.seen != self._evaluations
         problem = None
         try:
-            profiler.stop()
+            profiler.stop_trace()
             events = list(profiler.events())
-            self._totals.add([event for event in events if _on_gpu(event)], steps)
+            if not evaluated or self._deep:
+                self._totals.add([event for event in events if _on_gpu(event)], steps)
             recorder.state.kernels = self._totals.record()
             if not recorder.state.replicas:  # DDP measures by itself, in more steps
                 recorder.state.communication = self._totals.communication()
@@ -174,10 +205,10 @@ class StepProfiler:
         except Exception as error:
             problem = error
         finally:
-            self._end(problem)
+            self._end(problem, again=evaluated)
             recorder.switch(before)
 
-    def _end(self, problem: Exception | None) -> None:
+    def _end(self, problem: Exception | None, again: bool = False) -> None:
         self._meanwhile.close()
         state, self._recorder.profiling = self._recorder.state, False
         if problem is not None and self._deep:
@@ -185,7 +216,8 @@ class StepProfiler:
         elif problem is not None:
             state.remark(f"kernels could not be traced: {problem}")
         # Behind deep steps, which do not release CUPTI, a burst saw no kernel (torch 2.11, H200).
-        self._at_call = sys.maxsize if self._deep else self._calls * AGAIN
+        self._tries = self._tries + 1 if again and self._tries < MOST_TRIES else 0
+        self._at_call = sys.maxsize if self._deep else self._calls * (1 if self._tries else AGAIN)
         self._deep = False
 
     def finish(self) -> None:
@@ -196,6 +228,12 @@ class StepProfiler:
         if self._flops is not None:
             self._flops.stop()
         self.stop()
+
+
+def _leaves_cuda_graphs(torch: Any) -> bool:
+    """Whether CUPTI can be let go in a process with CUDA graphs, and started again: since CUDA 12.6."""
+    version = re.match(r"(\d+)\.(\d+)", str(torch.version.cuda))
+    return version is not None and (int(version[1]), int(version[2])) >= (12, 6)
 
 
 @contextlib.contextmanager

@@ -327,6 +327,7 @@ class Evaluation:
 
     def __init__(self) -> None:
         self.declared = False
+        self.seen = 0  # signs of one so far
         self._model: weakref.ref[Any] | None = None
         self._switching: CodeType | None = None
         self._drawing: CodeType | None = None
@@ -340,15 +341,18 @@ class Evaluation:
         """The user says that it begins or ends here."""
         self.forget()
         self.declared = on
+        self.seen += on
 
     def switched(self, model: Any, frame: FrameType | None) -> None:
         """The trained model was switched to evaluation mode, by the function with this frame or by one behind it."""
         self._model, self._drawing = weakref.ref(model), None
         self._switching = function_that_switches(model, frame)
+        self.seen += 1
 
     def drew(self, frame: FrameType | None) -> None:
         """A batch was drawn for it, by the function with this frame or by one that called it."""
         self._drawing = function_that_draws(frame)
+        self.seen += 1
 
     def forget(self) -> None:
         """The job trains again."""
