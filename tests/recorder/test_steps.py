@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulltilt.recorder.steps import StepCounter
+from fulltilt.recorder.steps import RestPlan, StepCounter, plan
 
 
 def drawn_ahead(counter: StepCounter, batches: int, ahead: int, stop_after: int | None = None) -> int:
@@ -179,3 +179,13 @@ def test_no_batch_is_lost_or_counted_twice(passes: list[int], ahead: int, sizes:
             counter.backward()
             held -= 1
     assert counter.take_counts() == (sum(passes), sum(passes) * sizes)
+
+
+def test_short_steps_are_measured_in_bursts_where_that_costs_the_job_something() -> None:
+    def planned(step_s: float, launch_share: float | None) -> RestPlan | None:
+        return plan(steps=400, calls=800, step_s=step_s, scaler=False, launch_share=launch_share)
+
+    assert planned(0.003, None) == RestPlan(measured_calls=32, rested_calls=992)
+    assert planned(0.006, None) is None
+    assert planned(0.006, launch_share=0.3) == RestPlan(measured_calls=32, rested_calls=224)
+    assert planned(0.003, launch_share=0.01) is None  # the GPU sets the pace: what the host does beside it is free

@@ -66,6 +66,11 @@ class Usual:
         for name, seconds in (*now.items(), ("launch_s", measured.launch_s)):
             self.seconds[name] = FORGET * self.seconds.get(name, 0.0) + seconds
 
+    @property
+    def launch_share(self) -> float:
+        """How much of that time the GPU waits for kernels to be launched."""
+        return self.seconds.get("launch_s", 0.0) / (sum(self.seconds.get(name, 0.0) for name in ORDINARY) or 1.0)
+
     def divide(self, rest_s: float) -> Mapping[str, float]:
         """``rest_s`` by bucket, and how much of it was launching (``launch_s``, a part of host_code_s)."""
         total = sum(self.seconds.get(name, 0.0) for name in ORDINARY)
@@ -309,6 +314,11 @@ class SpanBuilder:
         self._ready: list[Span] = []
         # Of the first step, until it is known how much of it was warming up: launching, and the GPU's work.
         self._first: tuple[float, float] | None = None
+
+    @property
+    def launch_share(self) -> float:
+        """For how much of the time the GPU has waited lately for kernels to be launched."""
+        return self._usual.launch_share
 
     def add(self, intervals: list[Interval]) -> None:
         """Make spans of these intervals, which are taken out of the list."""

@@ -264,7 +264,8 @@ class Recorder:
             interval = builder.closed[-1]
             step_s = (interval.t1_ns - interval.t0_ns) * NS / max(interval.steps, 1)
             self.usual_step_s = min(step_s, 2 * (self.usual_step_s or step_s))  # a single long one is not usual
-            self.rest.plan = plan(builder.steps, builder.calls, step_s, self.state.scaler, clock is not None)
+            launch_share = self._spans.launch_share if clock is not None else None
+            self.rest.plan = plan(builder.steps, builder.calls, step_s, self.state.scaler, launch_share)
 
     def _plan_calibration(self) -> None:
         gpu, intervals, steps = self._builder.gpu, self._builder.closed, self.state.steps
