@@ -121,6 +121,16 @@ def test_gaps_between_kernels_are_no_work_of_the_gpu() -> None:
     assert mean_gpu_step(run_of(rank())) is None
 
 
+def test_gaps_between_short_kernels_are_launching_and_long_kernels_have_none() -> None:
+    def buckets(kernels: int) -> Buckets:
+        traced = KernelRecord(steps=9, busy_s=0.006, copies_s=0.001, kernels=kernels, tensor_core_share=None)
+        run = run_of(gpu_rank(kernels=traced, gpu_busy_step_s=0.09), spans=(spans_of(compute=90.0, host_code=10.0),))
+        return make_ledger(run).buckets
+
+    assert (buckets(1000).compute_s, buckets(1000).host_code_s) == pytest.approx((7.0, 93.0))
+    assert (buckets(100).compute_s, buckets(100).host_code_s) == pytest.approx((90.0, 10.0))
+
+
 def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
     spans = (
         spans_of(compute=60.0, communication=40.0),

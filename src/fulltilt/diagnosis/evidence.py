@@ -90,7 +90,11 @@ class Evidence:
     @property
     def launch_s(self) -> float | None:
         """GPU idle time because kernels could not be launched fast enough; the mean over ranks, within host code."""
-        known = [rank.launch_s for rank in self.run.ranks if rank.launch_s is not None]
+        known = [
+            rank.launch_s + ledgers.launch_gap_s(rank) * sum(span.steps for span in spans)
+            for rank, spans in zip(self.run.ranks, self.run.spans, strict=True)
+            if rank.launch_s is not None
+        ]
         return min(sum(known) / len(known), self.buckets.host_code_s) if known else None
 
     @property

@@ -8,14 +8,27 @@ the wall time of the run, whatever was lost.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import reduce
 from itertools import islice
 from statistics import median
 
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import seconds
-from fulltilt.records import BUCKETS, Buckets, GpuStep, JobSummary, Ledger, Phases, RankSummary, Run, Span, Throughput
+from fulltilt.records import (
+    BUCKETS,
+    Buckets,
+    GpuStep,
+    JobSummary,
+    Ledger,
+    Phases,
+    RankRecord,
+    RankSummary,
+    Run,
+    Span,
+    Throughput,
+)
 
 Spans = tuple[Span, ...]
 
@@ -82,7 +95,32 @@ def _scaled(buckets: Buckets, factor: float) -> Buckets:
 def close_ranks(run: Run) -> list[Buckets]:
     """The buckets of each rank, which add up to the wall time of the run."""
     wall_s = wall_seconds(run)
-    return [close_buckets(spans, wall_s, rank.finished) for rank, spans in zip(run.ranks, run.spans, strict=True)]
+    return [
+        close_buckets(launching_apart(rank, spans), wall_s, rank.finished)
+        for rank, spans in zip(run.ranks, run.spans, strict=True)
+    ]
+
+
+def launching_apart(rank: RankRecord, spans: Spans) -> Spans:
+    """The spans with the gaps between short kernels as host code: events, which stand further apart, count them in."""
+    gap_s = launch_gap_s(rank)
+    return tuple(_without_gaps(span, gap_s) for span in spans) if gap_s else spans
+
+
+def _without_gaps(span: Span, gap_s: float) -> Span:
+    moved_s = min(gap_s * span.steps, span.buckets.compute_s)
+    return replace(span, buckets=span.buckets.plus(Buckets(compute_s=-moved_s, host_code_s=moved_s)))
+
+
+def launch_gap_s(rank: RankRecord) -> float:
+    """How long the GPU idles in a step between kernels so short that the host cannot launch them as fast.
+
+    Longer ones leave no gaps to speak of, and three traced steps of them may be shorter than the others.
+    """
+    traced, busy_s = rank.kernels, rank.gpu_busy_step_s
+    if traced is None or busy_s is None or traced.busy_s > LIMITS.short_kernel_s * traced.kernels:
+        return 0.0
+    return max(busy_s - traced.busy_s - traced.copies_s, 0.0)
 
 
 def make_ledger(run: Run, each: list[Buckets] | None = None) -> Ledger:

@@ -24,6 +24,7 @@ class Thresholds:
     epoch_turnover_share: float = 0.05  # one pass of a minute loses 1 to 2 s to respawned workers
     transfer_share: float = 0.05  # pinned, overlapped copies leave under 1 % of idle time
     sync_share: float = 0.05  # one .item() a step at a full queue costs about the launch latency, 1 to 3 %
+    short_kernel_s: float = 25e-6  # about what a launch costs the host on a current machine
     launch_share: float = 0.10  # short gaps between kernels are normal; a tenth idle means the host sets the pace
     seldom_code_part: float = 0.8  # what few steps must hold of the host code to be called its place
     seldom_steps_share: float = 0.1  # one step in ten or fewer

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from fulltilt import figures
+from fulltilt.diagnosis.ledger import launching_apart
 from fulltilt.records import BUCKETS, Buckets, Diagnosis, Ledger, Run
 from fulltilt.report import run_view, series
 from fulltilt.report.markup import Markup, element
@@ -387,9 +388,9 @@ POINTS = 90
 def step_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     """Throughput, data wait and the ledger over time, of the first rank."""
     wall_s = series.wall_seconds(run, diagnosis.ledger.wall_s)
-    if not run.spans or diagnosis.throughput.steps == 0 or wall_s <= 0:
+    if not run.spans or not run.ranks or diagnosis.throughput.steps == 0 or wall_s <= 0:
         return []
-    spans = run.spans[0]
+    spans = launching_apart(run.ranks[0], run.spans[0])
     of_rank = f", rank {run.ranks[0].rank}" if len(run.ranks) > 1 else ""
     epochs_s = series.epoch_starts(spans)
     epochs_s = epochs_s if len(epochs_s) <= MOST_EPOCHS else ()
