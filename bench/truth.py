@@ -4,8 +4,9 @@
 
 Each job runs twice: plain and then, in the same process, under torch.profiler (CUDA activities alone, which slow the
 host down least); and under `fulltilt run`. Truth is the union of the profiler's kernel intervals a step, over
-the plain step; idle time goes to what the job's own stopwatch says the host did meanwhile, and is compared in time a
-step, because the machine's pace is another in each run. Inside the limits: kernel time within 5 %, shares and idle time
+the plain step; idle time goes to what the job's own stopwatch says the host did meanwhile in the plain run, less the
+part of it in which the traced GPU was at work, and is compared in time a step, because the machine's pace is another in
+each run. Kernels of a validation are no part of a step. Inside the limits: kernel time within 5 %, shares and idle time
 within 3 points of the plain step, steps and samples exact.
 """
 
@@ -49,23 +50,29 @@ class Watch:
         self.seconds, self.trace = seconds, trace
         self.steps = self.samples = self.all_steps = self.all_samples = 0
         self.began = self.step_s = 0.0
-        self.phases: list[tuple[int, int, str]] = []
+        self.phases: list[tuple[int, int, str]] = []  # of the traced steps
+        self.plain_ns: dict[str, int] = {}
         self.profiler: Any = None
         self.traced_steps = 0
         self._step_ended_ns = time.time_ns()
 
     def drawn(self) -> None:
         """The loop has its batch: since the last step it waited for data."""
+        self._note(self._step_ended_ns, "data")
+
+    def _note(self, began_ns: int, name: str) -> None:
+        ended_ns = time.time_ns()
         if self.profiler is not None:
-            self.phases.append((self._step_ended_ns, time.time_ns(), "data"))
+            self.phases.append((began_ns, ended_ns, name))
+        elif self.all_steps >= WARM_UP_STEPS:
+            self.plain_ns[name] = self.plain_ns.get(name, 0) + ended_ns - began_ns
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What the host does is ``name``: no kernels of training are queued."""
         began = time.time_ns()
         yield
-        if self.profiler is not None:
-            self.phases.append((began, time.time_ns(), name))
+        self._note(began, name)
 
     def step(self, samples: int) -> None:
         """A step of so many samples has been queued."""
@@ -104,11 +111,23 @@ class Watch:
             for event in self.profiler.profiler.kineto_results.events()
             if "CUDA" in str(event.device_type()) and not event.name().startswith(("Memcpy HtoD", "Memcpy DtoH"))
         ]
-        work = union((event.start_ns(), event.start_ns() + event.duration_ns()) for event in events)
-        idle: dict[str, float] = {}
+        pauses = [(begin, end) for begin, end, name in self.phases if name == "validation"]
+        work = union(
+            (event.start_ns(), event.start_ns() + event.duration_ns())
+            for event in events
+            if not any(begin <= event.start_ns() < end for begin, end in pauses)
+        )
+        lengths: dict[str, int] = {}
+        idles: dict[str, int] = {}
         for begin, end, name in self.phases:
             busy = sum(max(0, min(end, b) - max(begin, a)) for a, b in work if a < end and b > begin)
-            idle[name] = idle.get(name, 0.0) + (end - begin - busy) * 1e-9 / self.traced_steps
+            lengths[name] = lengths.get(name, 0) + end - begin
+            idles[name] = idles.get(name, 0) + end - begin - busy
+        idle = {
+            name: ns * 1e-9 / self.steps * idles[name] / lengths[name]
+            for name, ns in self.plain_ns.items()
+            if lengths.get(name)
+        }
         return {
             **told,
             "kernel_s": sum(end - begin for begin, end in work) * 1e-9 / self.traced_steps,
@@ -241,7 +260,7 @@ def list_of_batches(watch: Watch) -> None:
     y = torch.zeros(64 * 256, dtype=torch.long, device="cuda")
     while True:
         with watch.phase("host"):
-            batches = [torch.randn(256, 2048).pin_memory() for _ in range(100)]
+            batches = [torch.randn(256, 2048).pin_memory() for _ in range(10)]
         for batch in batches:
             x = batch.to("cuda", torch.bfloat16, non_blocking=True).repeat(64, 1)
             update(model, optimizer, x, y)
@@ -287,11 +306,13 @@ def validating(watch: Watch) -> None:
         for _ in range(5):
             update(model, optimizer, *batch)
             watch.step(len(batch[0]))
-        model.eval()
-        with torch.no_grad():
+        torch.cuda.synchronize()
+        with watch.phase("validation"), torch.no_grad():
+            model.eval()
             for _ in range(10):
                 model(batch[0])
-        model.train()
+            torch.cuda.synchronize()
+            model.train()
 
 
 def saving(watch: Watch) -> None:
@@ -407,11 +428,11 @@ def observed(name: str, seconds: float, out: Path) -> dict[str, Any]:
     return counted
 
 
-def compare(name: str, seconds: float) -> dict[str, Any]:
+def compare(name: str, seconds: float, keep: Path | None) -> dict[str, Any]:
     """One row: the profiler's figures, Fulltilt's, and what lies outside the limits."""
     true = traced(name, PLAIN_S)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        out = Path(folder) / "run"
+        out = (keep or Path(folder)) / name
         counted = observed(name, seconds, out)
         told = json.loads((out / "findings.json").read_text())
         rank = json.loads(next(out.glob("rank*.json")).read_text())
@@ -488,6 +509,7 @@ def main() -> None:
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--seconds", type=float, default=13.0, help="of the observed run")
     parser.add_argument("--out", type=Path, default=Path("truth.json"))
+    parser.add_argument("--keep", type=Path, help="a folder for the run folders")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
@@ -496,7 +518,7 @@ def main() -> None:
     rows = []
     for name in asked.jobs.split(","):
         try:
-            rows.append(compare(name, asked.seconds))
+            rows.append(compare(name, asked.seconds, asked.keep))
         except (RuntimeError, subprocess.TimeoutExpired, TimeoutError, StopIteration, OSError) as error:
             rows.append({"job": name, "error": str(error) or type(error).__name__})
             print(error, file=sys.stderr, flush=True)

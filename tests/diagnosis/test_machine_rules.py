@@ -289,6 +289,14 @@ def test_a_power_cap_counts_only_when_the_clock_falls() -> None:
     assert slow.fix.startswith("Give the GPU its power")
 
 
+def test_a_board_that_draws_all_it_was_made_for_runs_at_full_speed() -> None:
+    capped = {"throttle_reasons": ("power_cap",), "sm_clock_mhz": 1200.0, "power_limit_w": 700.0}
+    assert throttled(gather(on_gpu(**capped, power_default_w=700.0))) is None
+    assert throttled(gather(on_gpu(**capped, power_default_w=800.0))) is not None
+    hot = {**capped, "throttle_reasons": ("power_cap", "thermal"), "power_default_w": 700.0}
+    assert "slowed down in 100 % of the readings: thermal" in found(throttled(gather(on_gpu(**hot)))).evidence[0]
+
+
 def test_an_idle_or_short_slowdown_is_left_alone_and_an_unread_clock_not_judged() -> None:
     assert throttled(gather(on_gpu(throttle_reasons=("reliability",)))) is None
     spell = sampled(gpu(throttle_reasons=("hw_slowdown",)), seconds=5) + sampled(gpu())[5:]

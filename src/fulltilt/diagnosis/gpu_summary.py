@@ -99,7 +99,14 @@ def slowing_reasons(reading: GpuReading) -> tuple[str, ...] | None:
         return None
     clock = clock_ratio([reading])
     slow = clock is not None and clock < LIMITS.power_capped_clock
-    return tuple(reason for reason in reading.throttle_reasons if slow or reason not in _LIMITS)
+    # A board that draws all it was made for lowers its clock under every dense model: that is its full speed.
+    full = _at_least(reading.power_limit_w, reading.power_default_w)
+    usual = _LIMITS if not slow else ("power_cap",) if full else ()
+    return tuple(reason for reason in reading.throttle_reasons if reason not in usual)
+
+
+def _at_least(value: float | None, least: float | None) -> bool:
+    return value is not None and least is not None and value >= least
 
 
 def clock_ratio(readings: Iterable[GpuReading]) -> float | None:

@@ -146,6 +146,7 @@ class Device:
     name: str = "NVIDIA GPU"
     gpm: Gpm | None = None
     sm_clock_max_mhz: float | None = None
+    power_default_w: float | None = None
     temperature_limit_c: float | None = None
 
     def describe(self, nvml: Nvml, clock: Callable[[], float]) -> None:
@@ -156,6 +157,7 @@ class Device:
             self.name = name or self.name
             clock_mhz = nvml.query("nvmlDeviceGetMaxClockInfo", self.board, module.NVML_CLOCK_SM)
             self.sm_clock_max_mhz = None if clock_mhz is None else float(clock_mhz)
+            self.power_default_w = _scaled(nvml.query("nvmlDeviceGetPowerManagementDefaultLimit", self.board), 1e-3)
             self.temperature_limit_c = self._slowdown_c(nvml)
             instance = None if self.handle is self.board else nvml.query("nvmlDeviceGetGpuInstanceId", self.handle)
             if self.handle is self.board or instance is not None:
@@ -381,6 +383,7 @@ class Gpus:
             vram_total_bytes=None if memory is None else int(memory.total),
             power_w=_scaled(power_mw, 1e-3),
             power_limit_w=_scaled(power_limit_mw, 1e-3),
+            power_default_w=device.power_default_w,
             energy_j=_scaled(energy_mj, 1e-3),
             temperature_c=device.temperature_c(nvml),
             temperature_limit_c=device.temperature_limit_c,

@@ -41,6 +41,7 @@ class GpuReading:
     vram_total_bytes: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
+    power_default_w: float | None = None  # the limit that the board comes with
     energy_j: float | None = None
     temperature_c: float | None = None
     temperature_limit_c: float | None = None

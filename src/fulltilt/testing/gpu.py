@@ -237,6 +237,7 @@ class FakeGpu:
     mem_util_pct: Figure = 0
     power_w: Figure | None = 30.0
     power_limit_w: float | None = 300.0
+    power_default_w: float | None = None
     temperature_c: Figure = 40
     slowdown_c: int | None = 93
     margin_c: int | None = None
@@ -274,6 +275,7 @@ _TOLD: Mapping[str, Callable[[FakeGpu, float], Any]] = {
     "nvmlDeviceGetUUID": lambda gpu, _: gpu.uuid,
     "nvmlDeviceGetPowerUsage": lambda gpu, t_s: _milli(gpu.power_w, t_s),
     "nvmlDeviceGetEnforcedPowerLimit": lambda gpu, t_s: _milli(gpu.power_limit_w, t_s),
+    "nvmlDeviceGetPowerManagementDefaultLimit": lambda gpu, t_s: _milli(gpu.power_default_w, t_s),
     "nvmlDeviceGetTotalEnergyConsumption": _energy_mj,
     "nvmlDeviceGetTemperatureV": lambda gpu, t_s: int(at(gpu.temperature_c, t_s)),
     "nvmlDeviceGetTemperature": lambda gpu, t_s: int(at(gpu.temperature_c, t_s)),
