@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -53,7 +52,7 @@ def watch_loaders(patches: Patches, torch: Any, recorder: Recorder, taps: Loader
     def following(original: Function) -> Function:
         def __next__(iterator: Any) -> Any:  # noqa: N807
             meter = vars(iterator).get(METER)
-            return original(iterator) if meter is None else meter.draw(iterator, partial(original, iterator))
+            return original(iterator) if meter is None else meter.draw(iterator, original)
 
         return __next__
 

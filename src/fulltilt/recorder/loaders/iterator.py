@@ -262,25 +262,27 @@ class PassMeter:
         self._drawing = False
         self.first = True  # the next draw is the first of a pass
 
-    def draw(self, source: Any, following: Callable[[], Any]) -> Any:
+    def draw(self, source: Any, following: Callable[[Any], Any]) -> Any:
         """The next batch of ``source``, which ``following`` gives."""
-        recorder = self._taps.recorder
+        taps = self._taps
+        recorder = taps.recorder
         if self._drawing or self.passes_on or not recorder.active:
-            return following()  # the __next__ of a class calls that of its base
+            return following(source)  # the __next__ of a class calls that of its base
         self._drawing = True
         try:
-            return self._draw(source, following) if recorder.mine() else self._from_another_thread(recorder, following)
+            if not recorder.mine():
+                return self._from_another_thread(source, following)
+            evaluating = taps.evaluating(self._tap)
+            if recorder.rest.on and not evaluating and not self.first:
+                return self.at_rest(source, following)
+            return self._draw(source, following, evaluating)
         finally:
             self._drawing = False
 
-    def _draw(self, source: Any, following: Callable[[], Any]) -> Any:
+    def _draw(self, source: Any, following: Callable[[Any], Any], evaluating: bool) -> Any:
         taps, tap = self._taps, self._tap
         recorder = taps.recorder
-        evaluating = taps.evaluating(tap)
-        if recorder.rest.on:
-            if not evaluating and not self.first:
-                return self.at_rest(source, following)
-            recorder.wake()
+        recorder.wake()
         changed = evaluating != taps.was_evaluating
         taps.was_evaluating = evaluating
         taps.waiting_for = tap
@@ -291,7 +293,7 @@ class PassMeter:
         cpu = time.thread_time() if timed else 0.0
         began = tap.waiting_since_s = time.perf_counter()
         try:
-            batch = following()
+            batch = following(source)
         except StopIteration:
             tap.waiting_since_s = None
             tap.restart_s += time.perf_counter() - began
@@ -325,12 +327,12 @@ class PassMeter:
             recorder.calibrate_if_asked(Point.BATCH)
         return batch
 
-    def at_rest(self, source: Any, following: Callable[[], Any]) -> Any:
+    def at_rest(self, source: Any, following: Callable[[Any], Any]) -> Any:
         """A batch that is only counted."""
         tap, recorder = self._tap, self._taps.recorder
         began = time.perf_counter_ns()
         try:
-            batch = following()
+            batch = following(source)
         except StopIteration:
             recorder.wake()
             tap.in_pass = False
@@ -383,12 +385,12 @@ class PassMeter:
         tap = self._tap
         return count_samples(batch, tap.described.get("batch_size") or tap.asked_for, tap.last_batch_size)
 
-    def _from_another_thread(self, recorder: Any, following: Callable[[], Any]) -> Any:
+    def _from_another_thread(self, source: Any, following: Callable[[Any], Any]) -> Any:
         """A prefetching thread of the user's draws: count the batch, but the training thread did not wait for it.
 
         One that evaluates beside the training takes none of its time.
         """
-        batch = following()
+        batch, recorder = following(source), self._taps.recorder
         if recorder.active:
             samples = self._count(batch)
             if self._taps.evaluating(self._tap):
@@ -426,4 +428,4 @@ class TappedIterator(PassMeter):
         return getattr(self.source, name)
 
     def __next__(self) -> Any:
-        return self.draw(self.source, self.source.__next__)
+        return self.draw(self.source, next)
