@@ -3,11 +3,10 @@
     python bench/truth.py [--jobs launch,item] [--seconds 13] [--out truth.json]      about ten minutes on an H200
 
 Each job runs twice: plain and then, in the same process, under torch.profiler (CUDA activities alone, which slow the
-host down least); and under `fulltilt run`. Truth is the union of the profiler's kernel intervals a step, over
-the plain step; idle time goes to what the job's own stopwatch says the host did meanwhile in the plain run, less the
-part of it in which the traced GPU was at work, and is compared in time a step, because the machine's pace is another in
-each run. Kernels of a validation are no part of a step. Inside the limits: kernel time within 5 %, shares and idle time
-within 3 points of the plain step, steps and samples exact.
+host down least); and under `fulltilt run`. Truth is the union of the profiler's kernel intervals a step, without those
+of a validation, over the step of the observed run by the job's own stopwatch: the machine's pace is another in each
+run. Idle time goes to what that stopwatch says the host did, less the part of it in which the traced GPU was at work.
+Inside the limits: kernel time within 5 %, shares of the step within 3 points, steps and samples exact.
 """
 
 from __future__ import annotations
@@ -30,6 +29,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+from fulltilt.diagnosis.evidence import gather
+from fulltilt.store import load
 
 KERNEL_LIMIT, SHARE_LIMIT = 0.05, 0.03
 WARM_UP_STEPS = 20
@@ -104,6 +106,7 @@ class Watch:
     def truth(self) -> dict[str, Any]:
         """What the job counted, and what the trace says of a step."""
         told: dict[str, Any] = {"steps": self.all_steps, "samples": self.all_samples, "step_s": self.step_s}
+        told["phases_s"] = {name: ns * 1e-9 / self.steps for name, ns in self.plain_ns.items()}
         if self.profiler is None:
             return told
         events = [
@@ -123,16 +126,11 @@ class Watch:
             busy = sum(max(0, min(end, b) - max(begin, a)) for a, b in work if a < end and b > begin)
             lengths[name] = lengths.get(name, 0) + end - begin
             idles[name] = idles.get(name, 0) + end - begin - busy
-        idle = {
-            name: ns * 1e-9 / self.steps * idles[name] / lengths[name]
-            for name, ns in self.plain_ns.items()
-            if lengths.get(name)
-        }
         return {
             **told,
             "kernel_s": sum(end - begin for begin, end in work) * 1e-9 / self.traced_steps,
             "kernels": len(events) / self.traced_steps,
-            "idle_s": idle,
+            "idle_part": {name: idles[name] / length for name, length in lengths.items() if length},
         }
 
 
@@ -435,17 +433,19 @@ def compare(name: str, seconds: float, keep: Path | None) -> dict[str, Any]:
         out = (keep or Path(folder)) / name
         counted = observed(name, seconds, out)
         told = json.loads((out / "findings.json").read_text())
-        rank = json.loads(next(out.glob("rank*.json")).read_text())
-    kernels_s = (rank.get("kernels") or {}).get("busy_s")
+        run = load(out)
+    traced_kernels, launch_s = run.ranks[0].kernels, gather(run).launch_s or 0.0
+    kernels_s = traced_kernels.busy_s if traced_kernels is not None else None
     steps_per_s = told["throughput"]["steps_per_s"] or 0.0
-    # Against the plain step beside it: what observing costs is bench/overhead.py's subject.
+    step_s = counted["step_s"]
     row: dict[str, Any] = {
         "job": name,
-        "step_ms": true["step_s"] * 1e3,
-        "observed_step_ms": 1e3 / steps_per_s if steps_per_s else None,
+        "plain_step_ms": true["step_s"] * 1e3,
+        "step_ms": step_s * 1e3,
+        "told_step_ms": 1e3 / steps_per_s if steps_per_s else None,
         "kernel_ms": true["kernel_s"] * 1e3,
         "told_kernel_ms": kernels_s * 1e3 if kernels_s else None,
-        "busy": true["kernel_s"] / true["step_s"],
+        "busy": true["kernel_s"] / step_s,
         "told_busy": kernels_s * steps_per_s if kernels_s else None,
         "verdict": told["verdict"]["code"],
         "expected": JOBS[name][1],
@@ -455,14 +455,14 @@ def compare(name: str, seconds: float, keep: Path | None) -> dict[str, Any]:
     buckets = told["ledger"]["buckets"]
     after_startup_s = told["ledger"]["wall_s"] - buckets["startup_s"]
     row["told"] = {bucket: seconds / after_startup_s for bucket, seconds in buckets.items() if seconds}
-    row["launch"] = (rank.get("launch_s") or 0.0) / after_startup_s
+    row["launch"] = launch_s / after_startup_s
     row["findings"] = [finding["code"] for finding in told["findings"]]
-    for phase, idle_s in true["idle_s"].items():
-        row["idle"][phase] = idle_s / true["step_s"]
+    for phase, idle_part in true["idle_part"].items():
+        row["idle"][phase] = idle_part * counted["phases_s"].get(phase, 0.0) / step_s
         bucket_s = buckets[BUCKETS[phase]] + (buckets["epoch_turnover_s"] if phase == "data" else 0.0)
         if phase == "host":
-            bucket_s -= rank.get("launch_s") or 0.0
-        row["told_idle"][phase] = bucket_s / told["throughput"]["steps"] / true["step_s"]
+            bucket_s -= launch_s
+        row["told_idle"][phase] = bucket_s / told["throughput"]["steps"] / step_s
     wrong = []
     if row["told_kernel_ms"] is None or abs(row["told_kernel_ms"] / row["kernel_ms"] - 1) > KERNEL_LIMIT:
         wrong.append("kernel time")
@@ -484,7 +484,7 @@ def figure(value: float | None, scale: float = 1.0) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| job | step ms | kernels ms, told | busy %, told | idle by cause %, told | verdict | outside |",
+        "| job | step ms, told | kernels ms, told | busy %, told | idle by cause %, told | verdict | outside |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -496,7 +496,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             for phase, share in row["idle"].items()
         )
         lines.append(
-            f"| {row['job']} | {figure(row['step_ms'])}, {figure(row['observed_step_ms'])} "
+            f"| {row['job']} | {figure(row['step_ms'])}, {figure(row['told_step_ms'])} "
             f"| {figure(row['kernel_ms'])}, {figure(row['told_kernel_ms'])} "
             f"| {figure(row['busy'], 100)}, {figure(row['told_busy'], 100)} "
             f"| {idle or '–'} | {row['verdict']} | {'; '.join(row['wrong']) or 'no'} |"
