@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from fulltilt.recorder.gpu_clock import AGAIN, FIRST_AT_STEP, LEAD, LONGEST_DELAY_S, UNTIL_KNOWN, Calibration, GpuTime
+from fulltilt.recorder.gpu_clock import (
+    AGAIN,
+    FIRST_AT_STEP,
+    LEAD,
+    LONGEST_DELAY_S,
+    UNTIL_KNOWN,
+    Calibration,
+    CudaClock,
+    GpuTime,
+)
 from fulltilt.recorder.marks import ActivityTimes, Point
 
 
@@ -74,3 +83,58 @@ def test_a_blocking_copy_is_no_work_of_the_gpu(before: Point) -> None:
     times = ActivityTimes()
     gpu.advance(6e6, 6e6, Point.TRANSFER, times)
     assert times.by_label == {"transfer": 6e6}
+
+
+# --------------------------------------------------------------------------- the clock itself
+
+
+class FastGpu:
+    """CUDA with a timer that runs 100 millionths fast; it reaches each event 10 µs after that was queued."""
+
+    now_ns = 0
+
+    def __init__(self) -> None:
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self, _stream: object = None) -> None:
+                self.at_ns = gpu.now_ns + 10_000
+                gpu.now_ns += 8_000
+
+            def query(self) -> bool:
+                gpu.now_ns += 1_000
+                return gpu.now_ns >= self.at_ns
+
+            def synchronize(self) -> None:
+                gpu.now_ns = max(gpu.now_ns, self.at_ns)
+
+            def elapsed_time(self, other: Event) -> float:
+                return (other.at_ns - self.at_ns) * 1.0001 * 1e-6
+
+        self.cuda, self.Event = self, Event
+
+    def Stream(self, priority: int) -> None:
+        assert priority == -1
+
+    def synchronize(self) -> None: ...
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+
+def test_the_clock_follows_a_gpu_whose_timer_drifts_and_a_thread_that_is_held_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = FastGpu()
+    monkeypatch.setattr("fulltilt.recorder.gpu_clock.time", type("T", (), {"perf_counter_ns": lambda: gpu.now_ns}))
+    clock = CudaClock(gpu)
+    for number in range(1000):
+        queued = clock.record()
+        assert queued is not None
+        gpu.now_ns += 300_000 if number % 7 == 0 else 5_000  # until the mark is set, somebody else had the lock
+        gpu.now_ns += 100_000_000  # the observer comes round
+        reached_ns = clock.resolve(queued)
+        assert reached_ns == pytest.approx(queued[0].at_ns, abs=150_000)

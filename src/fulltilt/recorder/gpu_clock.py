@@ -15,6 +15,11 @@ from typing import Any
 
 from fulltilt.recorder.marks import ActivityTimes, Point
 
+# Both clocks are compared this often, in so little time; crystals differ by some ten microseconds in a second.
+COMPARE_EVERY_NS, COMPARED_WITHIN_NS, ASK_FOR_NS = 1e9, 60_000, 500_000
+
+Queued = tuple[Any, int]  # an event, and the host's time before it was queued
+
 
 class CudaClock:
     """Records events of the current stream on the training thread, and resolves them on the observer's."""
@@ -23,17 +28,17 @@ class CudaClock:
         self._cuda = torch.cuda
         self._capturing = torch.cuda.is_current_stream_capturing
         self._pool: deque[Any] = deque()
-        self._last: Any = None
-        self._last_ns = 0.0
         self._cycles_per_s = 1.9e9  # of today's GPUs; a slower one only waits a little longer
+        # An event on a stream of our own is reached at once, whatever else the GPU does.
+        self._stream = self._cuda.Stream(priority=-1)
         # The one deliberate wait: with an empty queue, host and GPU stand at the same moment.
         self._cuda.synchronize()
-        reference = self._cuda.Event(enable_timing=True)
-        reference.record()
-        reference.synchronize()
-        self._last, self._last_ns = reference, float(time.perf_counter_ns())
+        self._reference = self._cuda.Event(enable_timing=True)
+        self._reference.record()
+        self._reference.synchronize()
+        self._reference_ns = self._compared_ns = float(time.perf_counter_ns())
 
-    def record(self) -> Any:
+    def record(self) -> Queued | None:
         """An event at the current end of the current stream. Safe, and None, while a CUDA graph is captured."""
         if self._capturing():
             return None
@@ -41,24 +46,39 @@ class CudaClock:
             event = self._pool.pop()
         except IndexError:
             event = self._cuda.Event(enable_timing=True)
+        queued_ns = time.perf_counter_ns()
         event.record()
-        return event
+        return event, queued_ns
 
     def delay(self, seconds: float) -> None:
         """Keep the GPU busy for about ``seconds`` with a kernel that only counts cycles: the host gets a lead."""
         if not self._capturing():
             self._cuda._sleep(int(seconds * self._cycles_per_s))
 
-    def resolve(self, event: Any, recorded_ns: int) -> float | None:
-        """When the GPU reached ``event``, in host nanoseconds; None when it has not yet. Events come in their order."""
+    def resolve(self, queued: Queued) -> float | None:
+        """When the GPU reached the event, in host nanoseconds; None when it has not yet."""
+        event, queued_ns = queued
         if not event.query():
             return None
         seen_ns = float(time.perf_counter_ns())
-        reached = self._last_ns + float(self._last.elapsed_time(event)) * 1e6
-        reached = min(max(reached, float(recorded_ns)), seen_ns)
-        self._pool.append(self._last)
-        self._last, self._last_ns = event, reached
-        return reached
+        if seen_ns - self._compared_ns > COMPARE_EVERY_NS:
+            self._compare()
+        reached_ns = self._reference_ns + float(self._reference.elapsed_time(event)) * 1e6
+        possible_ns = min(max(reached_ns, float(queued_ns)), seen_ns)
+        self._reference_ns += possible_ns - reached_ns
+        self._pool.append(event)
+        return possible_ns
+
+    def _compare(self) -> None:
+        """Set the GPU's clock against the host's anew, unless it took too long to be told."""
+        event = self._cuda.Event(enable_timing=True)
+        began_ns = self._compared_ns = time.perf_counter_ns()
+        event.record(self._stream)
+        while not event.query() and time.perf_counter_ns() - began_ns < ASK_FOR_NS:
+            pass
+        ended_ns = time.perf_counter_ns()
+        if ended_ns - began_ns < COMPARED_WITHIN_NS and event.query():
+            self._reference, self._reference_ns = event, (began_ns + ended_ns) / 2
 
 
 # A lead is given at this step and then each time there are four times as many, if the GPU is not behind.

@@ -250,7 +250,7 @@ class Recorder:
             raw = marks[0]
             reached = None
             if raw[4] is not None and clock is not None:
-                reached = clock.resolve(raw[4], raw[0])
+                reached = clock.resolve(raw[4])
                 if reached is None:
                     if time.monotonic() >= deadline:
                         break
