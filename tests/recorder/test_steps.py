@@ -188,4 +188,5 @@ def test_short_steps_are_measured_in_bursts_where_that_costs_the_job_something()
     assert planned(0.003, None) == RestPlan(measured_calls=32, rested_calls=992)
     assert planned(0.006, None) is None
     assert planned(0.006, launch_share=0.3) == RestPlan(measured_calls=32, rested_calls=224)
-    assert planned(0.003, launch_share=0.01) is None  # the GPU sets the pace: what the host does beside it is free
+    assert planned(0.003, launch_share=0.01) == RestPlan(measured_calls=32, rested_calls=992)
+    assert planned(0.006, launch_share=0.01) is None  # the GPU sets the pace: what the host does beside it is free

@@ -53,6 +53,7 @@ class Usual:
     """How measured time has divided lately, with the share of launching in it."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    steps: float = 0.0
 
     def learn(self, interval: Interval, measured: Attributed) -> None:
         """Take in measured time, without what at rest would be booked as it is: long waits, and long steps."""
@@ -65,6 +66,7 @@ class Usual:
         now["host_code_s"] = max(0.0, now["host_code_s"] - interval.times.by_label.get("host_code", 0.0) * NS)
         for name, seconds in (*now.items(), ("launch_s", measured.launch_s)):
             self.seconds[name] = FORGET * self.seconds.get(name, 0.0) + seconds
+        self.steps = FORGET * self.steps + interval.steps - interval.rested_steps
 
     @property
     def launch_share(self) -> float:
@@ -110,6 +112,11 @@ def attribute(
         return measured
     rest = usual.divide(rest_s)
     buckets = Buckets(**{name: getattr(measured.buckets, name) + rest.get(name, 0.0) for name in BUCKETS})
+    if interval.gpu and usual.steps:
+        # What the host did for long at rest cost the GPU less, where it had that much to work through meanwhile.
+        queue_s = usual.seconds["compute_s"] / usual.steps * interval.rested_steps - rest["compute_s"]
+        hidden_s = min(max(queue_s, 0.0), interval.at_rest_ns.get("user", 0.0) * NS, buckets.host_code_s)
+        buckets = buckets.plus(Buckets(compute_s=hidden_s, host_code_s=-hidden_s))
     return Attributed(
         buckets, _stretched(measured.phases, interval, rest_s), measured.launch_s + rest.get("launch_s", 0.0)
     )

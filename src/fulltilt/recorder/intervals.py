@@ -62,6 +62,7 @@ class Interval:
     # Measured waits for data that would be booked even at rest, and by label what was booked at rest.
     long_waits_ns: float = 0.0
     at_rest_ns: dict[str, float] = field(default_factory=dict)
+    rested_steps: int = 0  # of its steps, those that were only counted
 
     def count(self, batches: int, samples: int | None) -> None:
         """So many batches and samples went into its steps; None where nobody knows how many samples."""
@@ -273,6 +274,7 @@ class IntervalBuilder:
         batches, samples = self.counter.drawn_at_rest(fact.drawn)
         self._interval.count(batches, samples or None)
         self.calls += fact.calls
+        self._interval.rested_steps += steps
         if steps:
             self._end_step(steps)
 

@@ -253,7 +253,8 @@ class AfterStep:
 MEASURED_STEPS = 16
 # Steps are measured one and all until there are this many, and while they take longer than a short one.
 MEASURE_ALL_FIRST = 300
-# On a GPU a measured step costs the host 0.2 ms, which a job limited by launching pays in full, and others not at all.
+# On a GPU a measured step costs the host 0.2 ms. A job limited by launching pays that in full, others only where their
+# steps are very short.
 SHORT_STEP_S, SHORT_STEP_ON_GPU_S, RESTED_STEPS = 0.005, 0.010, 112
 LAUNCH_LIMITED = 0.04
 VERY_SHORT_STEP_S, RESTED_STEPS_VERY_SHORT = 0.004, 496
@@ -332,7 +333,9 @@ def plan(steps: int, calls: int, step_s: float, scaler: bool, launch_share: floa
     Counting calls stands for counting steps only while every step has made the same number of them. ``launch_share``:
     for how much of the time a GPU waits for kernels to be launched; None on a CPU.
     """
-    short_s = SHORT_STEP_S if launch_share is None else SHORT_STEP_ON_GPU_S if launch_share > LAUNCH_LIMITED else 0.0
+    short_s = SHORT_STEP_S
+    if launch_share is not None:
+        short_s = SHORT_STEP_ON_GPU_S if launch_share > LAUNCH_LIMITED else VERY_SHORT_STEP_S
     if steps < MEASURE_ALL_FIRST or step_s > short_s or scaler or calls % steps:
         return None
     rested = RESTED_STEPS_VERY_SHORT if step_s < VERY_SHORT_STEP_S else RESTED_STEPS
