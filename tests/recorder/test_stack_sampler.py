@@ -57,6 +57,7 @@ class FakeRecorder:
     left: Activity = Activity.USER
     left_after: Activity = Activity.USER
     last_switch_ns: int = 0
+    usual_step_s: float = 0.005
     training: bool = True
     eval_mode: bool = False
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -155,6 +156,23 @@ def test_a_sample_that_was_missed_stands_for_nothing_where_late_looks_weigh_noth
     recorder.activity, recorder.left = Activity.OPTIMIZER, Activity.USER
     sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     assert weight_of(sampler.split()) == 0.0
+
+
+@pytest.mark.parametrize(("lengths_ms", "kind"), [((5, 15), "torch"), ((5, 15, 30), "host")])
+def test_on_a_gpu_what_torch_does_for_long_is_no_launching_from_its_beginning(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, lengths_ms: tuple[int, ...], kind: str
+) -> None:
+    monkeypatch.setattr(
+        "fulltilt.recorder.stacks.stack_sampler.view_of", lambda *_: StackView("torch", "train.py:3", "main", None)
+    )
+    recorder.clock, recorder.activity, recorder.left = object(), Activity.USER, Activity.BACKWARD
+    sampler = StackSampler(recorder)
+    began_ns = recorder.last_switch_ns = time.perf_counter_ns()
+    for length_ms in lengths_ms:
+        now_ns = began_ns + length_ms * 1_000_000
+        monkeypatch.setattr(time, "perf_counter_ns", lambda now_ns=now_ns: now_ns)
+        sampler.take(now_ns, 0.01)
+    assert sampler.split() == {Activity.BACKWARD: {kind: pytest.approx(0.01 * len(lengths_ms))}}
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,9 @@ class StackSampler:
         self._taken = 0
         # Samples behind a step: what the marks since then tell decides whose work they saw.
         self._undecided: list[tuple[StackView, float]] = []
+        # On a GPU, torch's work in the stretch under way that began then: launching, unless it turns out to be long.
+        self._launching: list[tuple[Activity, StackView, float]] = []
+        self._launching_since_ns = 0
         self._after_step_s = self._after_step_in_model_s = 0.0
 
     @property
@@ -112,11 +115,16 @@ class StackSampler:
         on_time = since_sample_ns < 2e9 * every_s
         weight_s = every_s if on_time else max(min(since_sample_ns, now_ns - recorder.last_switch_ns), 0) * NS
         view = recorder.state.understood(view)
-        if recorder.clock is not None and view.kind == "torch":
+        on_gpu, since_ns = recorder.clock is not None, recorder.last_switch_ns
+        if on_gpu and since_ns != self._launching_since_ns:
+            self._settle_launching("torch")
+            self._launching_since_ns = since_ns
+        if on_gpu and view.kind == "torch":
             # Work of torch's on the CPU, such as making the next batches: launching is never so long about it.
             long_ns = max(LONG_STEP_ON_GPU_NS, LONG_STEP_FACTOR * recorder.usual_step_s / NS)
-            if now_ns - recorder.last_switch_ns > long_ns:
+            if now_ns - since_ns > long_ns:
                 view = replace(view, kind="host")
+                self._settle_launching("host")
         if activity is not Activity.USER:
             recorder.state.sampled(activity, view, weight_s)
             return
@@ -128,8 +136,17 @@ class StackSampler:
             if self._is_undecided(view):
                 self._undecided.append((view, weight_s))
                 return
+        if on_gpu and view.kind == "torch":
+            self._launching.append((after, view, weight_s))
+            return
         recorder.state.sampled(activity, view, weight_s)
         self._add(after, view.kind, weight_s)
+
+    def _settle_launching(self, kind: str) -> None:
+        for after, view, weight_s in self._launching:
+            self._recorder.state.sampled(Activity.USER, replace(view, kind=kind), weight_s)
+            self._add(after, kind, weight_s)
+        self._launching.clear()
 
     def stands_at(self, now_ns: int) -> HotLine | None:
         """The line at which the training thread stands, and for how long it does what it does there."""
@@ -227,12 +244,13 @@ class StackSampler:
             self._recorder.state.sampled(Activity.USER, decided, weight_s)
             self._add(Activity.OPTIMIZER, decided.kind, weight_s)
         self._undecided.clear()
+        self._settle_launching("torch")
         return {after: weights.split() for after, weights in self._after.items()}
 
     @property
     def none_yet(self) -> bool:
         """Whether there has been no sample of the user's own time."""
-        return not (self._undecided or self._after)
+        return not (self._undecided or self._launching or self._after)
 
     def begin_window(self) -> None:
         """The samples so far have been used."""
