@@ -2,6 +2,7 @@
 
     python bench/overhead.py [--pairs 20] [--block-s 0.5] [--job launch] [--out overhead.json]
     python bench/overhead.py --job workers --pairs 20 --block-s 2.5        under six minutes on an H200
+    python bench/overhead.py --ranks 2 --pairs 20                          ranks of DDP over gloo, on CPUs
 
 Prints a table and writes JSON. Each pair is one observed and one plain block of the same loop on the same model. A
 block is timed in chunks of whole cycles of measuring and resting. ``pairs`` is the median over the pairs of observed
@@ -145,12 +146,7 @@ class Loop:
         steps, chunks, chunk_steps = 0, list[float](), 0
         for number, (inputs, labels) in enumerate(self.loader(loader)):
             with around(self.model):
-                x, y = inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-                with torch.autocast(self.device, torch.bfloat16, enabled=x.dim() == 4):
-                    loss = nn.functional.cross_entropy(self.model(x), y)
-                loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
+                self._step(inputs, labels)
             if not began and (number == warm_up_steps or time.perf_counter() - entered > WARM_UP_S):
                 self._synchronize()
                 began = chunk_began = time.perf_counter()
@@ -165,6 +161,21 @@ class Loop:
                     if now - began > seconds:
                         break
         return chunks
+
+    def run_steps(self, steps: int, loader: str) -> tuple[float, float]:
+        """Train for so many steps, as all ranks do; wall and CPU time of a step in this process."""
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        for _, (inputs, labels) in zip(range(steps), self.loader(loader), strict=False):
+            self._step(inputs, labels)
+        return (time.perf_counter() - wall_s) / steps, (time.process_time() - cpu_s) / steps
+
+    def _step(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        x, y = inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+        with torch.autocast(self.device, torch.bfloat16, enabled=x.dim() == 4):
+            loss = nn.functional.cross_entropy(self.model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _synchronize(self) -> None:
         if self.device == "cuda":
@@ -236,8 +247,7 @@ def compare(loop: Loop, block: Block, pairs: int, seconds: float) -> dict[str, f
         for figures, measure in order if number % 2 else reversed(order):
             figures.append(measure(seconds))
     ratios = [100 * (statistics.mean(b) / statistics.mean(a) - 1) for a, b in zip(plain, other, strict=True)]
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=pairs)) for _ in range(2000))
+    low, high = median_interval(ratios)
     quiet, quiet_other = (lower_quartile([chunk for block in blocks for chunk in block]) for blocks in (plain, other))
     means = [statistics.mean(block) for block in plain]
     return {
@@ -246,10 +256,62 @@ def compare(loop: Loop, block: Block, pairs: int, seconds: float) -> dict[str, f
         "cost_pct": 100 * (quiet_other / quiet - 1),
         "pairs": pairs,
         "pairs_median_pct": statistics.median(ratios),
-        "pairs_low_pct": medians[50],
-        "pairs_high_pct": medians[-50],
+        "pairs_low_pct": low,
+        "pairs_high_pct": high,
         "plain_spread_pct": 100 * (max(means) / min(means) - 1),
     }
+
+
+RANK_BLOCK_STEPS = 20
+
+
+def measure_rank(rank: int, ranks: int, pairs: int, folder: str) -> None:
+    """One rank of DDP: blocks of the same steps on all of them, with the recorder attached and without."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    loop = Loop(nn.parallel.DistributedDataParallel(mlp(768, 8)), Ready(64, 768), 0, "cpu")
+    session = Session(torch, Path(folder) / "run", time.perf_counter_ns())
+    session.install()
+    loop.run_steps(10 * RANK_BLOCK_STEPS, "observed")
+    session.restore()
+    plain, other = list[tuple[float, float]](), list[tuple[float, float]]()
+    for number in range(pairs):
+        for observing in (True, False) if number % 2 else (False, True):
+            if observing:
+                session.patch()
+            (other if observing else plain).append(loop.run_steps(RANK_BLOCK_STEPS, "observed"))
+            if observing:
+                session.restore()
+    session.finish()
+    Path(folder, f"rank{rank}.json").write_text(json.dumps({"plain": plain, "observed": other}))
+    torch.distributed.destroy_process_group()
+
+
+def compare_ranks(ranks: int, pairs: int) -> dict[str, float]:
+    """What observing costs a step of all ranks: CPU time, which neighbours do not add to, and wall time."""
+    with tempfile.TemporaryDirectory() as folder:
+        create_folder(Path(folder) / "run")
+        torch.multiprocessing.spawn(measure_rank, (ranks, pairs, folder), ranks)  # type: ignore[attr-defined, no-untyped-call]
+        told = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    row: dict[str, float] = {"ranks": ranks, "pairs": pairs}
+    for place, clock in enumerate(("wall", "cpu")):
+        plain, other = (
+            [statistics.mean(rank[kind][n][place] for rank in told) for n in range(pairs)]
+            for kind in ("plain", "observed")
+        )
+        ratios = [100 * (b / a - 1) for a, b in zip(plain, other, strict=True)]
+        low, high = median_interval(ratios)
+        quiet, quiet_other = lower_quartile(plain), lower_quartile(other)
+        row |= {f"{clock}_step_ms": 1e3 * quiet, f"{clock}_cost": 100 * (quiet_other / quiet - 1)}
+        row |= {f"{clock}_pairs": statistics.median(ratios), f"{clock}_low": low, f"{clock}_high": high}
+    return row
+
+
+def median_interval(ratios: list[float]) -> tuple[float, float]:
+    """A 95 % interval of their median (bootstrap)."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return medians[50], medians[-50]
 
 
 def lower_quartile(chunks: list[float]) -> float:
@@ -263,10 +325,21 @@ def main() -> None:
     parser.add_argument("--block-s", type=float, default=0.5)
     parser.add_argument("--only", choices=("fulltilt", "traceml"), help="measure one of them")
     parser.add_argument("--job", default="", help="only jobs with this in their name")
+    parser.add_argument("--ranks", type=int, default=1, help="of DDP over gloo; then nothing else is measured")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("overhead.json"))
     options = parser.parse_args()
     device = options.device
+    if options.ranks > 1:
+        cost = compare_ranks(options.ranks, options.pairs)
+        for clock in ("wall", "cpu"):
+            figures = {name.removeprefix(f"{clock}_"): value for name, value in cost.items() if clock in name}
+            told = "{step_ms:.2f} ms, cost {cost:+.2f} % (pairs {pairs:+.2f}, {low:+.2f} to {high:+.2f})".format(
+                **figures
+            )
+            print(f"{options.ranks} ranks, {clock} time a step {told}")
+        options.out.write_text(json.dumps(cost, indent=1))
+        return
     if device == "cpu":
         torch.set_num_threads(1)
     watch = [sys.executable, "-m", "fulltilt", "watch", "--interval", "1"]
