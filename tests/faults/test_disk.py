@@ -18,7 +18,7 @@ import torch
 from fulltilt import feed, store
 from fulltilt.errors import DoesNotFit, MachineError
 from fulltilt.feed.disk_cache import list_caches
-from fulltilt.train import checkpoint, checkpoint_files
+from fulltilt.train import checkpoint, checkpoint_format
 from fulltilt.train.checkpoint import KeepPolicy, Writer, newest_complete
 from tests.faults import victim
 from tests.faults.victim import Order
@@ -200,7 +200,7 @@ def test_a_second_ctrl_c_in_a_save_is_no_error_of_the_disk(tmp_path: Path, monke
     """Seen to fail: it was told as a checkpoint that was not written, with the code of a broken machine."""
     root = claimed(tmp_path)
     checkpoint.write(root, snapshot(1))
-    monkeypatch.setattr(checkpoint_files, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(checkpoint_format, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         Writer(root, KeepPolicy()).save(snapshot(2), background=False)
     assert [path.name for path in root.iterdir()] == ["step-00000001"]
@@ -209,7 +209,7 @@ def test_a_second_ctrl_c_in_a_save_is_no_error_of_the_disk(tmp_path: Path, monke
 def test_the_writer_raises_once_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = claimed(tmp_path)
     writer = Writer(root, KeepPolicy())
-    monkeypatch.setattr(checkpoint_files, "write_file", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "gone")))
+    monkeypatch.setattr(checkpoint_format, "write_file", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "gone")))
     writer.save(snapshot(1))
     with pytest.raises(MachineError, match="gone"):
         writer.wait()
@@ -245,7 +245,7 @@ def test_a_disk_that_becomes_read_only_is_told(small: Path) -> None:
 def test_quota_met_while_writing_names_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = claimed(tmp_path / "out")
     checkpoint.write(root, snapshot(1))
-    real = checkpoint_files.os.write
+    real = checkpoint_format.os.write
 
     def over_quota(fd: int, data: Any) -> int:
         if len(data) > 100:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.train import checkpoint, checkpoint_files, train_state
+from fulltilt.train import checkpoint, checkpoint_format, train_state
 from fulltilt.train.sampler import EpochPlan, restore_rng, rng_state
 from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
@@ -108,7 +108,7 @@ def test_parts_of_another_kind_are_refused_before_the_first_step(part: str, valu
     found = checkpoint.newest_complete(tmp_path / "out" / "checkpoints").checkpoint
     assert found is not None
     weights, state = checkpoint.load(found.folder)
-    values, tensors = checkpoint_files.flatten_state({**state, part: value})
+    values, tensors = checkpoint_format.flatten_state({**state, part: value})
     snapshot = checkpoint.Snapshot(found.step, found.epoch, found.metric, weights, tensors, values)
     checkpoint.write(found.folder.parent, snapshot)
     with pytest.raises(checkpoint.DamagedCheckpoint, match=f"its {part} cannot be taken over"):

@@ -17,7 +17,7 @@ from fulltilt.report.watch_screen import (
     watch_lines,
 )
 from tests.anything import any_physical
-from tests.test_job_folder import write_task
+from tests.test_join_tasks import write_task
 
 GIB = 1024**3
 

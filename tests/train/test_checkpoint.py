@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fulltilt.errors import ForeignFiles, MachineError, UsageError
 from fulltilt.store import OwnedFolder
-from fulltilt.train import checkpoint, checkpoint_files
+from fulltilt.train import checkpoint, checkpoint_format
 from fulltilt.train.checkpoint import (
     DamagedCheckpoint,
     HostMemory,
@@ -30,7 +30,7 @@ from fulltilt.train.checkpoint import (
 
 def snapshot(step: int, metric: float | None = None, size: int = 7) -> Snapshot:
     model = {"w": torch.arange(size, dtype=torch.float32) + step, "b": torch.tensor(1.5, dtype=torch.bfloat16)}
-    values, tensors = checkpoint_files.flatten_state(
+    values, tensors = checkpoint_format.flatten_state(
         {"progress": {"step": step}, "rng": torch.arange(5, dtype=torch.uint8)}
     )
     return Snapshot(step, 0, metric, model, tensors, values)
@@ -97,13 +97,13 @@ plain = st.recursive(
 
 @given(plain)
 def test_any_plain_tree_survives_json(value: object) -> None:
-    values, tensors = checkpoint_files.flatten_state(value)
-    assert checkpoint_files.unflatten_state(json.loads(json.dumps(values)), tensors) == value
+    values, tensors = checkpoint_format.flatten_state(value)
+    assert checkpoint_format.unflatten_state(json.loads(json.dumps(values)), tensors) == value
 
 
 def test_a_state_that_would_need_unpickling_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"state/optimizer/odd: set"):
-        checkpoint_files.flatten_state({"optimizer": {"odd": {1, 2}}})
+        checkpoint_format.flatten_state({"optimizer": {"odd": {1, 2}}})
 
 
 @pytest.mark.parametrize("tries", [300, pytest.param(2500, marks=pytest.mark.slow)])

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fulltilt.errors import MachineError
 from fulltilt.train import checkpoint
 from fulltilt.train.checkpoint import DamagedCheckpoint, HostMemory, KeepPolicy, Snapshot, Writer, newest_complete
-from fulltilt.train.checkpoint_files import SHARDS_FILE
+from fulltilt.train.checkpoint_format import SHARDS_FILE
 from tests.faults.test_fuzz import seal
 from tests.train.test_checkpoint import claimed, snapshot
 

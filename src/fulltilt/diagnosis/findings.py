@@ -1,9 +1,9 @@
-"""How a finding is put together: its share, its severity, its predicted gain and the phrases that several rules use."""
+"""How a finding is put together and which comes first: share, severity, predicted gain, phrases of several rules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -97,6 +97,27 @@ def found(
         fix=fix,
         predicted_speedup=gain,
     )
+
+
+_FATAL = ("memory_pressure", "worker_memory_growth", "shm_small")
+
+
+def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """What fixing would win most comes first; the healthy end stands before mere remarks, behind all else.
+
+    A job short of memory comes first: it may end before anything else matters.
+    """
+
+    def place(finding: Finding) -> tuple[int, float, float]:
+        if finding.code in _FATAL and finding.severity == "severe":
+            group = 0
+        elif finding.code == "compute_bound":
+            group = 2
+        else:
+            group = 3 if finding.severity == "info" else 1
+        return group, -expected(finding.predicted_speedup), -finding.share
+
+    return tuple(sorted(findings, key=place))
 
 
 def time_spent(evidence: Evidence, what: str, cost_s: float) -> str:

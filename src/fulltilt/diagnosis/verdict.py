@@ -1,38 +1,17 @@
-"""The run in one sentence, and the order of its findings."""
+"""The run in one sentence."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.findings import amdahl, expected
+from fulltilt.diagnosis.findings import amdahl
 from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
 from fulltilt.diagnosis.rank_steps import Standstill, standstill
 from fulltilt.diagnosis.rules.live_tuning import live_words
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import capital, count, number, percent, seconds, times
 from fulltilt.records import BUCKETS, Finding, RankRecord, Run, RunRecord, Verdict
-
-_FATAL = ("memory_pressure", "worker_memory_growth", "shm_small")
-
-
-def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """What fixing would win most comes first; the healthy end stands before mere remarks, behind all else.
-
-    A job short of memory comes first: it may end before anything else matters.
-    """
-
-    def place(finding: Finding) -> tuple[int, float, float]:
-        if finding.code in _FATAL and finding.severity == "severe":
-            group = 0
-        elif finding.code == "compute_bound":
-            group = 2
-        else:
-            group = 3 if finding.severity == "info" else 1
-        return group, -expected(finding.predicted_speedup), -finding.share
-
-    return tuple(sorted(findings, key=place))
 
 
 def invalid_because(evidence: Evidence) -> str | None:

@@ -18,10 +18,10 @@ A file that is damaged anywhere else is an error that names the file and the lin
 
 from __future__ import annotations
 
-from fulltilt.store.job_folder import load, newest_run, run_name, tasks_in, wait_for_tasks
+from fulltilt.store.join_tasks import load, newest_run, run_name, tasks_in, wait_for_tasks
 from fulltilt.store.owned_folder import OwnedFolder, open_plain, write_named_file
 from fulltilt.store.record_json import decode, encode, encode_fully
-from fulltilt.store.run_files import (
+from fulltilt.store.run_folder import (
     FINDINGS_FILE,
     LIVE,
     REPORT_FILE,

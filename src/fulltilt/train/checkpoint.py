@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from fulltilt import store
 from fulltilt.errors import ForeignFiles, FulltiltError, MachineError
-from fulltilt.store.run_files import TRAINING
-from fulltilt.train import checkpoint_files
-from fulltilt.train.checkpoint_files import SHARDS_FILE, FileSum, refusals_told
+from fulltilt.store.run_folder import TRAINING
+from fulltilt.train import checkpoint_format
+from fulltilt.train.checkpoint_format import SHARDS_FILE, FileSum, refusals_told
 from fulltilt.train.distributed import Ranks, local_shard, lost_contact
 
 
@@ -79,7 +79,7 @@ class Snapshot:
     def size_bytes(self) -> int:
         """How many bytes its checkpoint takes on the disk, without the manifest."""
         values = len(json.dumps(self.values))
-        return checkpoint_files.tensor_bytes(self.model) + checkpoint_files.tensor_bytes(self.tensors) + values
+        return checkpoint_format.tensor_bytes(self.model) + checkpoint_format.tensor_bytes(self.tensors) + values
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ def write(root: Path, snapshot: Snapshot) -> Checkpoint:
     try:
         with refusals_told(partial, snapshot.size_bytes):
             _begin(partial, [MODEL_FILE])
-            parts = checkpoint_files.tensor_parts(snapshot.model)
-            return _complete(partial, snapshot, {MODEL_FILE: checkpoint_files.write_file(partial / MODEL_FILE, parts)})
+            parts = checkpoint_format.tensor_parts(snapshot.model)
+            return _complete(partial, snapshot, {MODEL_FILE: checkpoint_format.write_file(partial / MODEL_FILE, parts)})
     finally:
         _discard(partial)
 
@@ -194,10 +194,10 @@ def _begin(partial: Path, names: Sequence[str]) -> None:
 def _complete(partial: Path, snapshot: Snapshot, sums: dict[str, FileSum]) -> Checkpoint:
     """Write what is missing besides the files of ``sums``, and give the folder its name. Raises OSError."""
     contents = {
-        TENSORS_FILE: checkpoint_files.tensor_parts(snapshot.tensors),
+        TENSORS_FILE: checkpoint_format.tensor_parts(snapshot.tensors),
         VALUES_FILE: iter([json.dumps(snapshot.values).encode()]),
     }
-    sums = {**sums, **{name: checkpoint_files.write_file(partial / name, parts) for name, parts in contents.items()}}
+    sums = {**sums, **{name: checkpoint_format.write_file(partial / name, parts) for name, parts in contents.items()}}
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "step": snapshot.step,
@@ -205,10 +205,10 @@ def _complete(partial: Path, snapshot: Snapshot, sums: dict[str, FileSum]) -> Ch
         "metric": snapshot.metric,
         "files": sums,
     }
-    checkpoint_files.write_file(partial / MANIFEST_FILE, [_seal(manifest)])
+    checkpoint_format.write_file(partial / MANIFEST_FILE, [_seal(manifest)])
     folder = _owner(partial.parent)
     folder.record(partial, *(partial / name for name in (*sums, MANIFEST_FILE)))
-    checkpoint_files.sync(partial)
+    checkpoint_format.sync(partial)
     return _appear(folder, partial, partial.with_name(folder_name(snapshot.step)), manifest)
 
 
@@ -225,8 +225,8 @@ def _appear(folder: store.OwnedFolder, partial: Path, final: Path, manifest: dic
     try:
         if os.path.lexists(final):  # the run went back and came here again
             folder.check(final)
-            checkpoint_files.rename(folder, final, displaced)
-        checkpoint_files.rename(folder, partial, final)
+            checkpoint_format.rename(folder, final, displaced)
+        checkpoint_format.rename(folder, partial, final)
     finally:
         if displaced.exists():
             _settle(displaced, final)
@@ -237,13 +237,13 @@ def _settle(displaced: Path, final: Path) -> None:
     if final.exists():
         _delete(displaced, final.name)
     elif (folder := _owner(final)).owns(displaced):
-        checkpoint_files.rename(folder, displaced, final)
+        checkpoint_format.rename(folder, displaced, final)
 
 
 def _delete(path: Path, name: str) -> None:
     """Renamed first: a half-deleted folder must not look like a damaged checkpoint."""
     hidden = path.with_name(f".deleted-{name}.{uuid.uuid4().hex[:12]}")
-    checkpoint_files.rename(_owner(path), path, hidden)
+    checkpoint_format.rename(_owner(path), path, hidden)
     _discard(hidden)
 
 
@@ -289,11 +289,11 @@ def set_aside(root: Path) -> Path | None:
             break
     folder = _owner(root)
     with refusals_told(root):
-        checkpoint_files.rename(folder, root, aside)
+        checkpoint_format.rename(folder, root, aside)
         folder.make(root)
         # Its epochs are no part of the fresh run's history, which forecasts are made from.
         if folder.owns(log):
-            checkpoint_files.rename(folder, log, log_aside)
+            checkpoint_format.rename(folder, log, log_aside)
     return aside
 
 
@@ -314,7 +314,7 @@ def verify(folder: Path, ranks: Ranks = _ALONE) -> Checkpoint:
     manifest = _manifest(folder)
     for name, expected in list(manifest["files"].items())[ranks.rank :: ranks.world]:
         try:
-            found = checkpoint_files.hash_file(folder / name)
+            found = checkpoint_format.hash_file(folder / name)
         except OSError as error:
             raise DamagedCheckpoint(f"{folder / name}: {error.strerror or error}") from error
         if found != expected:
@@ -334,16 +334,16 @@ def load(
     sharded = SHARDS_FILE in files
     verify(folder, ranks if sharded else _ALONE)
     try:
-        tensors = checkpoint_files.read_tensors(folder / TENSORS_FILE)
+        tensors = checkpoint_format.read_tensors(folder / TENSORS_FILE)
         if sharded:
             from fulltilt.train import checkpoint_shards
 
             tensors |= checkpoint_shards.read(folder, files, model or {}, _MODEL)
             weights = {key.removeprefix(_MODEL): tensors.pop(key) for key in list(tensors) if key.startswith(_MODEL)}
         else:
-            weights = checkpoint_files.read_tensors(folder / MODEL_FILE)
+            weights = checkpoint_format.read_tensors(folder / MODEL_FILE)
         values = json.loads((folder / VALUES_FILE).read_bytes())
-        return weights, checkpoint_files.unflatten_state(values, tensors)
+        return weights, checkpoint_format.unflatten_state(values, tensors)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{folder}: cannot be read back ({error})") from error
 
@@ -531,7 +531,7 @@ def check_space(root: Path, size_bytes: int, policy: KeepPolicy) -> None:
             )
     present = sum(file.stat().st_size for folder in folders(root) for file in folder.iterdir())
     needed = size_bytes * (policy.most + 1)
-    free = checkpoint_files.free_bytes(root)
+    free = checkpoint_format.free_bytes(root)
     if needed > free + present:
         raise MachineError(
             f"{root} has {free:,} bytes free; {policy.most} kept checkpoints and one being written need {needed:,}",

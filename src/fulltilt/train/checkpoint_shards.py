@@ -26,8 +26,8 @@ from torch.futures import Future
 
 from fulltilt.errors import FulltiltError, MachineError
 from fulltilt.store import open_plain
-from fulltilt.train import checkpoint_files
-from fulltilt.train.checkpoint_files import SHARDS_FILE, FileSum
+from fulltilt.train import checkpoint_format
+from fulltilt.train.checkpoint_format import SHARDS_FILE, FileSum
 
 _RANK_FILE = "__{rank}_0.distcp"  # torch's own name
 _SUMS = MetadataIndex("sums of files")
@@ -56,7 +56,7 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
         written = list(super().write_data(plan, planner).wait())
         names = {result.storage_data.relative_path for result in written}
-        sums = {name: checkpoint_files.hash_file(self._folder / name) for name in names}
+        sums = {name: checkpoint_format.hash_file(self._folder / name) for name in names}
         future: Future[list[WriteResult]] = Future()
         future.set_result([*written, WriteResult(_SUMS, 0, sums)])  # travels to the first rank with the rest
         return future
@@ -64,7 +64,7 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Any, results: list[list[WriteResult]]) -> None:
         sums = {name: one for result in results for name, one in result.pop().storage_data.items()}
         super().finish(metadata, results)
-        self._complete({**sums, SHARDS_FILE: checkpoint_files.hash_file(self._folder / SHARDS_FILE)})
+        self._complete({**sums, SHARDS_FILE: checkpoint_format.hash_file(self._folder / SHARDS_FILE)})
 
     def storage_meta(self) -> None:
         """The path of the folder, which is not its last one."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError, refused_path
 from fulltilt.records.secrets import mask_text
-from fulltilt.train import checkpoint_files
+from fulltilt.train import checkpoint_format
 from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.distributed import Ranks, detect, lost_contact
 from fulltilt.train.guards import RankDoesNotFit, explain_dead_worker
@@ -48,7 +48,7 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         log = _log_traceback(out) or _log_elsewhere()
         lines, code = [f"{said} (in {_place_of(error)}; all of it is in {log})"], 1
-        refusal = refused_path(error) or checkpoint_files.refused_write(error, out) or explain_dead_worker(error)
+        refusal = refused_path(error) or checkpoint_format.refused_write(error, out) or explain_dead_worker(error)
         if refusal is not None:
             lines, code = [refusal.what, refusal.remedy or ""], refusal.exit_code
         if ranks.world > 1 and lost_contact(error):

@@ -19,7 +19,7 @@ import torch
 
 from fulltilt import store
 from fulltilt.errors import ForeignFiles
-from fulltilt.train import checkpoint_files
+from fulltilt.train import checkpoint_format
 from fulltilt.train.checkpoint import METRICS_FILE
 from fulltilt.train.distributed import Group
 
@@ -169,7 +169,7 @@ class MetricLog:
                     with io.TextIOWrapper(store.open_plain(self.path), "utf-8", newline="") as file:
                         self._rows = {int(row["epoch"]): row for row in csv.DictReader(file)}
         except OSError as error:
-            raise checkpoint_files.cannot_write(self.path, error) from error
+            raise checkpoint_format.cannot_write(self.path, error) from error
         except (ValueError, KeyError, TypeError, csv.Error) as error:
             raise ForeignFiles(f"{self.path} is not a table of epochs and is left as it is") from error
         self._rows[epoch] = row

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fulltilt.errors import FulltiltError, MachineError, UsageError
-from fulltilt.train import checkpoint, checkpoint_files
+from fulltilt.train import checkpoint, checkpoint_format
 from fulltilt.train.checkpoint import Checkpoint, DamagedCheckpoint, HostMemory, Snapshot, Writer
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import Source
@@ -113,7 +113,7 @@ def freeze(state: TrainState, metric: float | None, memory: HostMemory) -> Snaps
     The first rank writes everything, with FSDP the others their shards. All take part. Waits for the device once.
     """
     weights = state.model.state_dict()
-    values, tensors = checkpoint_files.flatten_state({name: part.state_dict() for name, part in state.parts().items()})
+    values, tensors = checkpoint_format.flatten_state({name: part.state_dict() for name, part in state.parts().items()})
     mesh = state.writer.mesh
     if not state.group.first:
         if mesh is None:
@@ -188,7 +188,7 @@ def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, 
             )
     trained: int = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
     moments = 1 if isinstance(optimizer, torch.optim.SGD) else 2
-    return checkpoint_files.tensor_bytes(weights) + trained * moments + (trained if averaged else 0) + 2**16
+    return checkpoint_format.tensor_bytes(weights) + trained * moments + (trained if averaged else 0) + 2**16
 
 
 # --------------------------------------------------------------------------- the whole

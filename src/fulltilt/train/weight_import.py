@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError, UsageError
-from fulltilt.train import checkpoint, checkpoint_files
+from fulltilt.train import checkpoint, checkpoint_format
 from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.distributed import sharded_like
 
@@ -138,7 +138,7 @@ def _in_parts(index: Path) -> dict[str, torch.Tensor]:
 def _content(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
-            return checkpoint_files.read_tensors(path)
+            return checkpoint_format.read_tensors(path)
         with path.open("rb") as file:
             head = file.read(2)
         if head != b"PK" and not head.startswith(b"\x80"):  # neither torch's zip nor a pickle

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: flushed to the disk with their sums, tensors as safetensors, state as plain JSON values.
+"""The format of a checkpoint's files: flushed to disk with their sums, tensors as safetensors, state as plain JSON.
 
 Every write, fsync and rename of a checkpoint goes through here, so that a test can kill the process at each of them.
 """

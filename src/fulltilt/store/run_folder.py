@@ -1,4 +1,4 @@
-"""The files of a run folder: their names, reading them, and writing them whole.
+"""A run folder: made, its earlier run moved aside, its files named, read, and written whole.
 
 Damage is named by file and line, nothing is guessed; a full disk is told as what it is.
 """

@@ -23,7 +23,7 @@ from statistics import median
 from fulltilt.errors import NotARunFolder, RunFolderError, UsageError
 from fulltilt.records import RankRecord, Run, RunRecord, Sample, Span
 from fulltilt.store.owned_folder import MARKER
-from fulltilt.store.run_files import (
+from fulltilt.store.run_folder import (
     RUN_FILE,
     SAMPLES_FILE,
     load_run,
