@@ -337,7 +337,7 @@ def main() -> None:
             told = "{step_ms:.2f} ms, cost {cost:+.2f} % (pairs {pairs:+.2f}, {low:+.2f} to {high:+.2f})".format(
                 **figures
             )
-            print(f"{options.ranks} ranks, {clock} time a step {told}")
+            print(f"{options.ranks} ranks, {clock} time a step", told.format(**figures))
         options.out.write_text(json.dumps(cost, indent=1))
         return
     if device == "cpu":
