@@ -190,16 +190,16 @@ def observed(loop: Loop) -> Iterator[Block]:
         session.install()
         loop.run(0.0, WARM_UP_STEPS, loader="observed")
         session.restore()
-        usual = stack_sampler.SAMPLE_EVERY_S, stack_sampler.SAMPLE_AT_REST_EVERY_S
+        usual = stack_sampler.SAMPLE_EVERY_S, stack_sampler.SAMPLE_SELDOM_EVERY_S
 
         def block(seconds: float) -> list[float]:
-            stack_sampler.SAMPLE_EVERY_S, stack_sampler.SAMPLE_AT_REST_EVERY_S = usual
+            stack_sampler.SAMPLE_EVERY_S, stack_sampler.SAMPLE_SELDOM_EVERY_S = usual
             session.patch()
             try:
                 return loop.run(seconds, loader="observed")
             finally:
                 session.restore()
-                stack_sampler.SAMPLE_EVERY_S = stack_sampler.SAMPLE_AT_REST_EVERY_S = 0.2
+                stack_sampler.SAMPLE_EVERY_S = stack_sampler.SAMPLE_SELDOM_EVERY_S = 0.2
 
         yield block
         session.finish()

@@ -1,8 +1,8 @@
 """The recorder of one process: takes marks on the training thread, makes a run's records of them on another.
 
 The training thread only reads the clock, records an event where there is a GPU, and appends a tuple. A daemon thread,
-the observer, samples the training thread's stack 100 times a second (at first 200), turns marks into spans and writes
-the run folder.
+the observer, samples the training thread's stack 100 times a second (at first 200, later 50), turns marks into spans
+and writes the run folder.
 """
 
 from __future__ import annotations
