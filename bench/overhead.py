@@ -190,16 +190,17 @@ def observed(loop: Loop) -> Iterator[Block]:
         session.install()
         loop.run(0.0, WARM_UP_STEPS, loader="observed")
         session.restore()
-        usual = stack_sampler.SAMPLE_EVERY_S, stack_sampler.SAMPLE_SELDOM_EVERY_S
+        names = ("SAMPLE_EVERY_S", "SAMPLE_AT_REST_EVERY_S", "LATER_SAMPLE_EVERY_S")
+        usual = {name: getattr(stack_sampler, name) for name in names}
 
         def block(seconds: float) -> list[float]:
-            stack_sampler.SAMPLE_EVERY_S, stack_sampler.SAMPLE_SELDOM_EVERY_S = usual
+            vars(stack_sampler).update(usual)
             session.patch()
             try:
                 return loop.run(seconds, loader="observed")
             finally:
                 session.restore()
-                stack_sampler.SAMPLE_EVERY_S = stack_sampler.SAMPLE_SELDOM_EVERY_S = 0.2
+                vars(stack_sampler).update(dict.fromkeys(names, 0.2))
 
         yield block
         session.finish()

@@ -1,7 +1,7 @@
 """The recorder of one process: takes marks on the training thread, makes a run's records of them on another.
 
 The training thread only reads the clock, records an event where there is a GPU, and appends a tuple. A daemon thread,
-the observer, samples the training thread's stack 100 times a second (at first 200, later 50), turns marks into spans
+the observer, samples the training thread's stack 100 times a second (at first 200, later 25), turns marks into spans
 and writes the run folder.
 """
 
@@ -35,6 +35,8 @@ WRITE_EVERY_S = 1.0
 RANKS_A_SECOND = 64
 # A killed process loses what it has not written: a second, or this part of what was seen where that is less.
 LOST_SHARE = 0.1
+# Lines, loaders and workers change ever more slowly: they are written at each such part of the job's life, up to these.
+RECORD_SHARE, RECORD_EVERY_S = 0.02, 5.0
 MOST_PROBLEMS = 100
 NS = 1e-9
 
@@ -232,7 +234,7 @@ class Recorder:
                     if not self._sampler.none_yet or now - began > WRITE_EVERY_S:
                         self._write_spans()
                 if now >= next_record:
-                    next_record = now + self._write_every_s
+                    next_record = now + max(self._write_every_s, min(RECORD_SHARE * (now - began), RECORD_EVERY_S))
                     self.state.observer_s = time.thread_time()
                     self._write_record(final=False)
             except Exception as error:

@@ -20,9 +20,10 @@ SAMPLE_EVERY_S = 0.01
 # A short run has few samples to divide its time by: at first they come twice as often.
 EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 400, 0.005
 # Each takes the interpreter lock from the training thread, and 0.1 ms of its time where no CPU is free. While the
-# recorder rests they come half as often, and one in so many names the line; after some twenty seconds, too: by then the
-# usual is known, and what is rare has to last to matter.
-SAMPLE_SELDOM_EVERY_S, SAMPLE_AT_REST_EVERY, MANY_SAMPLES = 0.02, 2, 2400
+# recorder rests they come half as often, and one in so many names the line.
+SAMPLE_AT_REST_EVERY_S, SAMPLE_AT_REST_EVERY = 0.02, 2
+# After some twenty seconds the usual is known, and what is rare has to last to matter.
+MANY_SAMPLES, LATER_SAMPLE_EVERY_S = 2400, 0.04
 # A sample is late when it had to wait for the interpreter lock.
 LATE_NS = 300_000
 # What the run has shown so far weighs as much as this many seconds of samples of the present window.
@@ -79,8 +80,9 @@ class StackSampler:
         """How long to wait for the next sample where sampling costs little."""
         if self._taken < EARLY_SAMPLES:
             return EARLY_SAMPLE_EVERY_S
-        seldom = self._recorder.rest.on or self._taken > MANY_SAMPLES
-        return SAMPLE_SELDOM_EVERY_S if seldom else SAMPLE_EVERY_S
+        if self._taken > MANY_SAMPLES:
+            return LATER_SAMPLE_EVERY_S
+        return SAMPLE_AT_REST_EVERY_S if self._recorder.rest.on else SAMPLE_EVERY_S
 
     def take(self, due_ns: int, every_s: float) -> None:
         """One sample of the training thread's stack, due at ``due_ns``, that stands for ``every_s``."""
