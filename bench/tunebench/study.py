@@ -12,11 +12,11 @@ import torch
 
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.search import winner
 from fulltilt.tuning.space import Space, is_valid, rid_of_none, start_of
 from fulltilt.tuning.study import Study
 from fulltilt.tuning.trial.isolation import choose
 from fulltilt.tuning.trial.throughput import Patience
+from fulltilt.tuning.verification import winner
 from tunebench.figures import Figures
 from tunebench.job import Job
 from tunebench.sweep import POINT_S, rate, with_workers

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.search import Comparison, compare, next_attempt, winner
+from fulltilt.tuning.search import next_attempt
 from fulltilt.tuning.solutions import (
     in_words,
     nothing_tried_sentence,
@@ -31,6 +31,7 @@ from fulltilt.tuning.space import (
     start_of,
 )
 from fulltilt.tuning.study import next_step, time_limit_s
+from fulltilt.tuning.verification import Comparison, compare, winner
 from tests.tuning.simulated import COD, GIB, Job, study
 
 SIXTEEN = Space(usable_cpus=16)

@@ -12,8 +12,9 @@ import pytest
 from fulltilt.records import Settings
 from fulltilt.tuning.live.controller import Capacity, Settle, decide, pays
 from fulltilt.tuning.live.measurement import Knobs, Seen
-from fulltilt.tuning.search import Bracket, winner
+from fulltilt.tuning.search import Bracket
 from fulltilt.tuning.space import Space, streams_alone
+from fulltilt.tuning.verification import winner
 from tests.diagnosis.examples import loader
 from tests.tuning.simulated import CLIP, COD, Job, study
 

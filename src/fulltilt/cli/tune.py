@@ -32,7 +32,6 @@ from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console
 from fulltilt.store import OwnedFolder
 from fulltilt.tuning.learning_rate import looks_deeply_supervised
-from fulltilt.tuning.search import candidates, compare, winner
 from fulltilt.tuning.solutions import (
     by_hand,
     changing_data_set_sentence,
@@ -61,6 +60,7 @@ from fulltilt.tuning.space import (
 )
 from fulltilt.tuning.study import Study, StudyRecord, next_step
 from fulltilt.tuning.trial.isolation import Isolation, choose
+from fulltilt.tuning.verification import candidates, compare, winner
 
 # Flags that no training script is likely to have; behind the script they are given to it.
 OWN_FLAGS = ("--budget", "--allow", "--apply", "--trial-limit", "--in-place")

@@ -24,7 +24,7 @@ PATIENT_S = 0.0005
 # lock and has no CPU. There, long turns would come too late for all short stretches, so that samples become fewer.
 COSTLY_S = 0.0001
 # So much of a core may go into waiting for calls, so much into waiting for threads without a CPU, and so much at once.
-FOR_CALLS, FOR_CPUS, AT_ONCE_S = 0.005, 0.005, 0.05
+FOR_CALLS, FOR_CPUS, AT_ONCE_S = 0.01, 0.02, 0.05
 # Stack samples become fewer until they cost this much, but no fewer than this.
 CROWDED_SHARE, LONGEST_EVERY_S, REMEMBERED_SAMPLES = 0.01, 0.05, 50
 # The training thread and the observer.

@@ -14,8 +14,8 @@ from fulltilt import figures
 from fulltilt.records import Settings, Trial
 from fulltilt.report import run_view
 from fulltilt.tuning.learning_rate import Scaled, scale
-from fulltilt.tuning.search import Comparison
 from fulltilt.tuning.space import WAITS, best_of, is_loader_only, is_valid, knee_of, rate, start_of
+from fulltilt.tuning.verification import Comparison
 
 FULL_VRAM = 0.9
 MOST_SOLUTIONS = 3

@@ -22,13 +22,14 @@ from fulltilt.probes.machine import describe_machine
 from fulltilt.records import SCHEMA_VERSION, LoaderRecord, Run, RunRecord, Settings, Trial
 from fulltilt.records.secrets import mask_arguments
 from fulltilt.store import OwnedFolder
-from fulltilt.tuning.search import next_attempt, next_verification, pairs_to_keep
+from fulltilt.tuning.search import next_attempt
 from fulltilt.tuning.source_edit import fingerprint, source_file
 from fulltilt.tuning.space import Attempt, Space, best_of, changes_data_set, is_valid, rate, start_of, streams_alone
 from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
 from fulltilt.tuning.trial.outcome import conclude
 from fulltilt.tuning.trial.run_trial import SCRATCH, Limits, recipe_flags, run_trial
 from fulltilt.tuning.trial.throughput import ANSWER_FILE, Answer, Assignment, Patience, TrainingLoader
+from fulltilt.tuning.verification import next_verification, pairs_to_keep
 
 KIND = "study"
 STUDY_FILE = "study.json"

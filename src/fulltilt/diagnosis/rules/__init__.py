@@ -11,13 +11,13 @@ from typing import cast
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import Judgement
-from fulltilt.diagnosis.rules import data_loading, gpu, host, machine, ranks
+from fulltilt.diagnosis.rules import data_loading, gpu, machine, ranks, training_loop
 from fulltilt.diagnosis.rules.live_tuning import as_measured
 from fulltilt.records import Abstention, FindingCode
 
 Rule = Callable[[Evidence], Judgement]
 
-# Data loading first, then copies, GPU, host, machine and ranks. The order also breaks ties between findings.
+# Data loading first, then copies, GPU, training loop, machine and ranks. The order also breaks ties between findings.
 RULES: tuple[Rule, ...] = (
     data_loading.input_serial,
     data_loading.input_cpu_bound,
@@ -33,12 +33,12 @@ RULES: tuple[Rule, ...] = (
     gpu.precision_unused,
     gpu.free_switches,
     gpu.padding_waste,
-    host.slowing_down,
-    host.host_code,
-    host.recompiling,
-    host.gc_pauses,
-    host.validation_heavy,
-    host.checkpoint_stall,
+    training_loop.slowing_down,
+    training_loop.host_code,
+    training_loop.recompiling,
+    training_loop.gc_pauses,
+    training_loop.validation_heavy,
+    training_loop.checkpoint_stall,
     machine.memory_pressure,
     machine.worker_memory_growth,
     machine.cpu_affinity,

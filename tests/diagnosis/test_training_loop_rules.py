@@ -7,7 +7,7 @@ import pytest
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import Evidence, gather
 from fulltilt.diagnosis.findings import rarer, share_left
-from fulltilt.diagnosis.rules.host import (
+from fulltilt.diagnosis.rules.training_loop import (
     checkpoint_stall,
     gc_pauses,
     host_code,

@@ -1,0 +1,130 @@
+"""Whether the fastest of a study is surely faster: it and the start run in turns until that is decided. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, variance
+
+from fulltilt.records import Settings, Trial
+from fulltilt.tuning.space import WORTH, Attempt, is_valid, knee_of, rate, start_of
+from fulltilt.tuning.trial.throughput import Z_95
+
+LEAST_PAIRS = 2
+# Where the time ends after one pair: no change of a machine's pace from minute to minute explains this much.
+CLEAR_OF_ONE_PAIR = 1.5
+# By the search: one pair will surely show as much as that.
+FAR_AHEAD = 2.0
+MOST_PAIRS = 4
+# After so many candidates that did not win, the start is as good as any.
+MOST_CANDIDATES = 2
+# The relative error of a trial that ended after a single block, whose interval has no end.
+OF_ONE_BLOCK = 0.5
+# A relative error above this says nothing more.
+WIDEST = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How many times as fast the candidate is, with its 95 % interval, from so many pairs of trials."""
+
+    candidate: Settings
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+
+    @property
+    def wins(self) -> bool:
+        """Whether the candidate is faster beyond doubt."""
+        return self.low > (1.0 if self.pairs >= LEAST_PAIRS else CLEAR_OF_ONE_PAIR)
+
+    @property
+    def decided(self) -> bool:
+        """Whether more pairs could hardly change the answer."""
+        is_told = self.wins or self.high < WORTH
+        return (self.pairs >= LEAST_PAIRS and is_told) or self.pairs >= MOST_PAIRS
+
+
+def compare(trials: Sequence[Trial], candidate: Settings) -> Comparison | None:
+    """The candidate against the start; None before the first pair.
+
+    The search picks the best of many noisy trials, which flatters it: only trials made to verify count here.
+    """
+    verifying = [trial for trial in trials if trial.purpose == "verify" and is_valid(trial)]
+    start = [trial for trial in verifying if trial.settings == Settings()]
+    other = [trial for trial in verifying if trial.settings == candidate]
+    pairs = list(zip(start, other, strict=False))
+    if not pairs:
+        return None
+    logs = [math.log(rate(b) / rate(a)) for a, b in pairs]
+    within = fmean(_log_variance(a) + _log_variance(b) for a, b in pairs)
+    between = variance(logs) if len(logs) > 1 else within
+    # Few pairs say little about how far pairs differ: the larger of the two estimates counts.
+    half = Z_95 * math.sqrt(max(within, between) / len(logs))
+    mean = fmean(logs)
+    return Comparison(candidate, math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
+
+
+def _log_variance(trial: Trial) -> float:
+    low, high, mean = trial.samples_per_s_low, trial.samples_per_s_high, trial.samples_per_s
+    if low is None or high is None or not mean or math.isinf(high):
+        return OF_ONE_BLOCK**2
+    return min(abs(high - low) / (2 * Z_95) / mean, WIDEST) ** 2
+
+
+def candidates(trials: Sequence[Trial]) -> list[Settings]:
+    """What is worth verifying, the fastest first."""
+    start, knee = start_of(trials), knee_of(trials)
+    if start is None:
+        return []
+    least = WORTH * rate(start)
+    faster = [trial for trial in trials if trial.purpose == "search" and is_valid(trial) and rate(trial) >= least]
+    largest = math.inf if knee is None else knee.settings.batch_size or math.inf
+    useful = [t for t in faster if (t.settings.batch_size or 0) <= largest]
+    ordered = sorted((t for t in useful if not _only_queues_longer(t, useful)), key=rate, reverse=True)
+    return [trial.settings for trial in ordered][:MOST_CANDIDATES]
+
+
+def _only_queues_longer(trial: Trial, others: Sequence[Trial]) -> bool:
+    """Whether a longer queue has gained nothing over the same settings without it."""
+    shorter = replace(trial.settings, prefetch_factor=None)
+    return any(t is not trial and t.settings == shorter and rate(trial) < WORTH * rate(t) for t in others)
+
+
+def pairs_to_keep(trials: Sequence[Trial]) -> int:
+    """How many pairs of trials must still find time when the search ends: one where the best is far ahead."""
+    start, found = start_of(trials), candidates(trials)
+    if start is None or not found:
+        return 0
+    best = max(rate(trial) for trial in trials if trial.settings == found[0] and is_valid(trial))
+    return 1 if best >= FAR_AHEAD * rate(start) else LEAST_PAIRS
+
+
+def next_verification(trials: Sequence[Trial]) -> Attempt | None:
+    """The next trial that verifies: start and candidate in turns, until it is decided; None when it is."""
+    verifying = [trial for trial in trials if trial.purpose == "verify"]
+    if len(verifying) >= 2 * MOST_CANDIDATES * MOST_PAIRS:
+        return None
+    made = Counter(trial.settings for trial in verifying if is_valid(trial))
+    # What worked once and then did not is not to be recommended.
+    broken = {trial.settings for trial in verifying if trial.state not in ("ok", "throttled")}
+    for candidate in candidates(trials):
+        found = compare(trials, candidate)
+        if candidate in broken:
+            continue
+        if found is None or not found.decided:
+            is_behind = made[candidate] < made[Settings()]
+            return Attempt(candidate if is_behind else Settings(), "verify", "the winner and the start in turns")
+        if found.wins:
+            return None
+    return None
+
+
+def winner(trials: Sequence[Trial]) -> Comparison | None:
+    """The candidate that was verified to be faster than the start, the fastest of several; None when none was."""
+    compared = [compare(trials, candidate) for candidate in candidates(trials)]
+    won = [comparison for comparison in compared if comparison is not None and comparison.wins]
+    return max(won, key=lambda comparison: comparison.ratio, default=None)
