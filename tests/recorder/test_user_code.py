@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import threading
 import traceback
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from fulltilt.recorder.hooks import Patches, timed
 from fulltilt.recorder.hooks.processes import show_errors_without_ours
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.user_code import leave_out_ours
+from fulltilt.recorder.user_code import leave_out_ours, owner
 
 
 class Elsewhere:
@@ -99,3 +100,8 @@ def test_hooks_that_the_script_has_set_meanwhile_stay(monkeypatch: pytest.Monkey
     sys.excepthook = own
     patches.restore()
     assert sys.excepthook is own
+
+
+def test_a_command_of_an_installed_package_is_not_the_users_code(tmp_path: Any) -> None:
+    assert owner(f"{sysconfig.get_path('scripts')}/tune") == "site"
+    assert owner(str(tmp_path / "bin" / "train.py")) == "user"

@@ -19,6 +19,12 @@ def _stdlib() -> tuple[str, ...]:
 
 
 @cache
+def _commands() -> str:
+    """Where the commands of installed packages lie, such as torchtune's ``tune``: nobody edits them."""
+    return os.path.realpath(sysconfig.get_path("scripts")) + os.sep
+
+
+@cache
 def owner(filename: str) -> str:
     """Who a source file belongs to: user, torch (or a part of it with a meaning of its own), fulltilt, stdlib, site."""
     path = filename.replace("\\", "/")
@@ -33,9 +39,10 @@ def owner(filename: str) -> str:
         return "stdlib"
     if "site-packages/" in path or "dist-packages/" in path:
         return "site"
-    if os.path.realpath(filename).startswith(_stdlib()):
-        return "stdlib"
-    return "user"
+    real = os.path.realpath(filename)
+    if real.startswith(_commands()):
+        return "site"
+    return "stdlib" if real.startswith(_stdlib()) else "user"
 
 
 @cache
