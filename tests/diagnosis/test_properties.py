@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fulltilt import store
 from fulltilt.diagnosis import answer
-from fulltilt.diagnosis.verdict import ordered
+from fulltilt.diagnosis.findings import ordered
 from fulltilt.records import (
     BUCKETS,
     Buckets,

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 
 from fulltilt.diagnosis import answer, diagnose
-from fulltilt.diagnosis.findings import expected
+from fulltilt.diagnosis.findings import expected, ordered
 from fulltilt.diagnosis.rules import RULES, code_of
-from fulltilt.diagnosis.verdict import WORDS, ordered
+from fulltilt.diagnosis.verdict import WORDS
 from fulltilt.records import Buckets, Finding, FindingCode, HotLine, LoaderRecord, Settings, Span
 from tests.diagnosis.examples import gpu, gpu_rank, host, loader, rank, run_of, sampled, spans_of, workers
 
