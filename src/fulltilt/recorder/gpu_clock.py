@@ -61,24 +61,29 @@ class CudaClock:
         if not event.query():
             return None
         seen_ns = float(time.perf_counter_ns())
-        if seen_ns - self._compared_ns > COMPARE_EVERY_NS:
-            self._compare()
         reached_ns = self._reference_ns + float(self._reference.elapsed_time(event)) * 1e6
         possible_ns = min(max(reached_ns, float(queued_ns)), seen_ns)
         self._reference_ns += possible_ns - reached_ns
-        self._pool.append(event)
+        if seen_ns - self._compared_ns > COMPARE_EVERY_NS and not self._compare():
+            # CUDA tells milliseconds in 32 bits: the reference may not lie far back.
+            self._reference, self._reference_ns = event, possible_ns
+        else:
+            self._pool.append(event)
         return possible_ns
 
-    def _compare(self) -> None:
-        """Set the GPU's clock against the host's anew, unless it took too long to be told."""
+    def _compare(self) -> bool:
+        """Set the GPU's clock against the host's anew. False: that took too long to be told."""
         event = self._cuda.Event(enable_timing=True)
-        began_ns = self._compared_ns = time.perf_counter_ns()
+        began_ns = time.perf_counter_ns()
+        self._compared_ns = float(began_ns)
         event.record(self._stream)
         while not event.query() and time.perf_counter_ns() - began_ns < ASK_FOR_NS:
             pass
         ended_ns = time.perf_counter_ns()
-        if ended_ns - began_ns < COMPARED_WITHIN_NS and event.query():
-            self._reference, self._reference_ns = event, (began_ns + ended_ns) / 2
+        if ended_ns - began_ns >= COMPARED_WITHIN_NS or not event.query():
+            return False
+        self._reference, self._reference_ns = event, (began_ns + ended_ns) / 2
+        return True
 
 
 # A lead is given at this step and then each time there are four times as many, if the GPU is not behind.
