@@ -256,6 +256,7 @@ def test_few_recompilations_or_none_are_left_alone() -> None:
 
 def test_validation_every_few_steps_says_how_much_rarer() -> None:
     checking = loader(loader_id=2, role="eval", where="train.py:70", dataset="Held out", passes=50, batches=500)
+    checking = replace(checking, wait_s=30.0)
     run = run_of(rank(loaders=(loader(), checking)), validation=50.0, compute=50.0)
     finding = found(validation_heavy(gather(run)))
     assert finding.where == "train.py:70"
@@ -265,12 +266,14 @@ def test_validation_every_few_steps_says_how_much_rarer() -> None:
     assert "inference_mode" not in finding.fix  # whether the script has it already is not known
     # Of 100 s, 50 of validation become 5.6: 1.8 ×.
     assert finding.predicted_speedup == (1.4, 1.8)
+    computing = run_of(rank(loaders=(loader(), replace(checking, wait_s=3.0))), validation=50.0, compute=50.0)
+    assert "no workers" not in found(validation_heavy(gather(computing))).fix
 
 
 def test_what_only_ends_a_job_is_not_to_come_more_rarely() -> None:
     *training, last = spans_of(compute=60.0)
     ending = replace(last, t0_s=last.t1_s, t1_s=last.t1_s + 40.0, steps=0, samples=0)
-    checking = loader(loader_id=2, role="eval", where="train.py:70", passes=1, batches=500)
+    checking = loader(loader_id=2, role="eval", where="train.py:70", passes=1, batches=500, wait_s=20.0)
     ranks = rank(loaders=(loader(), checking))
 
     def ended_with(one: RankRecord = ranks, **seconds: float) -> Evidence:
@@ -291,7 +294,7 @@ def test_a_recipes_validation_is_changed_in_its_settings() -> None:
 
 
 def test_what_lies_in_memory_is_not_advised_workers() -> None:
-    checking = loader(loader_id=2, role="eval", where=None, made_by="fulltilt")
+    checking = loader(loader_id=2, role="eval", where=None, made_by="fulltilt", wait_s=20.0)
     ranks = rank(loaders=(loader(), checking))
 
     def advice(**asked: Any) -> str:

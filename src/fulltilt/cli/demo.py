@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +56,14 @@ def demo(
 
     steps.fulltilt("report", "--html", out / "before-after.html", plain, tuned, quietly=True)
     steps.tell(f"Pages: {plain / store.REPORT_FILE}, {out / 'before-after.html'}")
-    steps.say("Now yours: fulltilt run train.py")
+    steps.say(f"Now yours: {_our_command()} run train.py")
+
+
+def _our_command() -> str:
+    """How the user starts this program: `make demo` does so in an environment that is not activated."""
+    if shutil.which("fulltilt"):
+        return "fulltilt"
+    return "python -m fulltilt" if sys.argv[0].endswith("__main__.py") else sys.argv[0]
 
 
 class Steps:

@@ -87,6 +87,7 @@ class Thresholds:
     async_checkpoint_part: float = 0.2  # copying a state to host memory takes about a fifth of serialising it
     stray_part: float = 0.05  # of saving or validating: so much is booked beside its place, by samples of the stack
     checkpoint_target_share: float = 0.02  # to which "save every k-th time" brings a checkpoint
+    waiting_validation_share: float = 0.2  # of validation, in which it waits for data: workers are worth their start
     validation_target_share: float = 0.10  # to which "validate every k-th time" brings validation
 
     # -- the GPU

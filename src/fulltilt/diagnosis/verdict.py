@@ -78,8 +78,8 @@ WORDS: dict[str, tuple[str, str | None]] = {
     "host_code": ("Python code between steps", "the script's own code takes {share}{place}{win}"),
     "recompiling": ("Recompilation", "{fact}{place}{win}"),
     "gc_pauses": ("Garbage collection", "Python's collector holds the training up in {share}{place}{win}"),
-    "validation_heavy": ("Validation", "it takes {share}{win}"),
-    "checkpoint_stall": ("Blocking checkpoints", "training stands still for them in {share}{place}{win}"),
+    "validation_heavy": ("Validation", "it takes {share}{most}"),
+    "checkpoint_stall": ("Blocking checkpoints", "training stands still for them in {share}{place}{most}"),
     "memory_pressure": ("Memory pressure", "{fact}"),
     "worker_memory_growth": ("Worker memory growth", "{fact}"),
     "cpu_affinity": ("CPU affinity", "{fact}{win}"),
@@ -109,11 +109,13 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
     words, template = WORDS[finding.code]
     if template is None:
         return _compute_bound(evidence, share)
+    most = f"; at most {times(predicted[1])} as fast" if predicted and predicted[1] > 1 else ""
     told = template.format(
         share=f"{percent(share)} of the time after start-up",
         fact=finding.evidence[0],
         place=f" ({finding.where})" if finding.where else "",
-        win=f"; at most {times(predicted[1])} as fast without it" if predicted and predicted[1] > 1 else "",
+        most=most,  # what comes more rarely does not go away
+        win=f"{most} without it" if most else "",
         trainee=evidence.trainee,
         exchange="gathering parameters" if evidence.rank.sharded else "exchanging gradients",
         passes=count("pass", evidence.loader.passes) if evidence.loader else "passes",

@@ -147,11 +147,18 @@ def notes(run: Run, diagnosis: Diagnosis) -> list[str]:
 OURS = "fulltilt/recorder/"
 
 
+# Fetching that takes less of a run is not looked into.
+LEAST_FETCHING = 0.01
+
+
 def hot_lines(rank: RankRecord, most: int) -> list[tuple[str, list[tuple[str, HotLine]]]]:
     """The lines that cost most, each with its figure: where batches are fetched, in the training process, and so on."""
     fetch_s = sum(work.fetch_s for work in rank.workers)
+    fetching = list(joined_lines(line for work in rank.workers for line in work.lines))
+    if fetch_s < LEAST_FETCHING * (rank.t1_s - rank.t0_s):
+        fetching = []  # a few samples of next to nothing
     groups: list[tuple[str, Iterable[HotLine], float | None]] = [
-        (_fetching_title(rank), joined_lines(line for work in rank.workers for line in work.lines), fetch_s),
+        (_fetching_title(rank), fetching, max(fetch_s, sum(line.seconds for line in fetching))),
         # What the recorder's own hooks take is no line of the user's; it is told as the cost of observing.
         ("In the training process", [line for line in rank.host_lines if OURS not in line.where], None),
         ("Lines that wait for the GPU", rank.sync_lines, None),

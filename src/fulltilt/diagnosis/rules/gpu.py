@@ -236,8 +236,8 @@ def compute_bound(evidence: Evidence) -> Judgement:
         fix += "Only less arithmetic makes it faster: a smaller model, lower precision, torch.compile."
     else:
         facts += (others := neighbours(evidence))
-        fix = "Run it where other processes leave it the CPUs. " if others else fix
-        fix += "Only a faster processor, or a GPU, makes it faster."
+        fix = "Run it where other processes leave it the CPUs; apart from that, only" if others else f"{fix}Only"
+        fix += " a faster processor, or a GPU, makes it faster."
     return found(evidence, "compute_bound", compute_s, facts, fix, None, None, "info")
 
 

@@ -275,7 +275,7 @@ def validation_heavy(evidence: Evidence) -> Judgement:
             fix += f" {library.validate}."
     asked = evidence.run.run.asked
     in_memory = engine and (asked.residency != "none" or asked.num_workers)  # nothing is left to do for workers
-    if loader and loader.num_workers == 0 and not in_memory:
+    if loader and loader.num_workers == 0 and not in_memory and _waits(loader, cost_s):
         call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
         fix += f" Its loader{at(loader.where)} has no workers: {call}."
     if loader is None:
@@ -286,6 +286,12 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     else:
         fix += f" A larger {'eval_batch_size' if engine else 'batch'} makes each one faster and changes no result."
     return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
+
+
+def _waits(loader: LoaderRecord, validation_s: float) -> bool:
+    """Whether validation waits for its data: workers help with nothing else."""
+    waited_s = loader.wait_s + loader.first_wait_s + loader.restart_s
+    return loader.role == "train" or waited_s >= LIMITS.waiting_validation_share * validation_s
 
 
 def _validation_loader(evidence: Evidence) -> LoaderRecord | None:
