@@ -119,6 +119,7 @@ def test_help_has_examples_that_work_and_fits_80_columns(
 # --------------------------------------------------------------------------- the finding codes
 
 ON_GPU = {"transfer_blocking", "sync_point", "launch_bound", "batch_too_small", "precision_unused"}
+ON_GPU |= {"free_switches", "launch_contended"}
 # What ten harmless lines cannot show.
 ELSEWHERE = {"shm_small", "throttled", "gpu_shared", "memory_pressure"}
 
