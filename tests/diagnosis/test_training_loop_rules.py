@@ -266,8 +266,10 @@ def test_validation_every_few_steps_says_how_much_rarer() -> None:
     assert "inference_mode" not in finding.fix  # whether the script has it already is not known
     # Of 100 s, 50 of validation become 5.6: 1.8 ×.
     assert finding.predicted_speedup == (1.4, 1.8)
-    computing = run_of(rank(loaders=(loader(), replace(checking, wait_s=3.0))), validation=50.0, compute=50.0)
-    assert "no workers" not in found(validation_heavy(gather(computing))).fix
+    ranks = rank(loaders=(loader(), replace(checking, wait_s=3.0)), validates_at="train.py:66")
+    computing = found(validation_heavy(gather(run_of(ranks, validation=50.0, compute=50.0))))
+    assert computing.fix.startswith("Validate every 9th time (train.py:66): its share")
+    assert "no workers" not in computing.fix
 
 
 def test_what_only_ends_a_job_is_not_to_come_more_rarely() -> None:

@@ -57,6 +57,18 @@ def test_a_metric_behind_the_function_that_drew_belongs_to_it(evaluation: Evalua
     assert not evaluation.goes_on(here())
 
 
+def test_the_line_of_the_loop_that_leads_to_it_is_named(evaluation: Evaluation) -> None:
+    def validate() -> None:
+        evaluation.drew(sys._getframe(), loop=frozenset({train.__code__}))
+
+    def train() -> None:
+        validate()
+
+    train()
+    assert evaluation.where is not None
+    assert evaluation.where.endswith(f"test_evaluation.py:{train.__code__.co_firstlineno + 1}")
+
+
 def test_the_function_that_switches_a_model_is_the_scripts_and_not_the_models_own() -> None:
     class Frozen(torch.nn.Linear):
         def train(self, mode: bool = True) -> Frozen:

@@ -292,6 +292,7 @@ class Recorder:
         now_ns = time.perf_counter_ns()
         now_s, on_gpu = (now_ns - self._t0_ns) * NS, self.clock is not None
         record = self.state.record(self._out.stream, now_s, final, self._builder, on_gpu, self.rest.not_stood_for)
+        record = replace(record, validates_at=self.evaluation.where)
         interval = None if final else self._builder.under_way(now_ns)
         if interval is not None:
             under_way = self._spans.under_way(interval, self._builder.steps)

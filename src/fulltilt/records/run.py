@@ -602,6 +602,7 @@ class RankRecord:
     host_lines: tuple[HotLine, ...] = ()
     growing_lines: tuple[HotLine, ...] = ()  # what they cost beyond what they cost in the early steps
     drawn_from: HotLine | None = None  # a generator of the script's, at the line where the training loop iterates it
+    validates_at: str | None = None  # the line of the training loop, or around it, that leads to validation
     sync_lines: tuple[HotLine, ...] = ()
     checkpoint_lines: tuple[HotLine, ...] = ()
     syncs: int = 0

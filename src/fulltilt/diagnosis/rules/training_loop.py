@@ -270,7 +270,8 @@ def validation_heavy(evidence: Evidence) -> Judgement:
         predicted = gain(1.0, amdahl(share * LIMITS.recovered_low))
     else:
         rarely = f"every {_ordinal(every)} time{' (eval_every in the settings)' if engine else ''}"
-        fix = f"Validate {rarely}: its share falls from {percent(share)} to {percent(left)}."
+        line = f" ({evidence.rank.validates_at})" if evidence.rank.validates_at else ""
+        fix = f"Validate {rarely}{line}: its share falls from {percent(share)} to {percent(left)}."
         if (library := LIBRARIES.get(loader.made_by or "") if loader else None) and library.validate:
             fix += f" {library.validate}."
     asked = evidence.run.run.asked

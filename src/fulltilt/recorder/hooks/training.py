@@ -485,7 +485,10 @@ class StepHooks:
                 if changes and self._is_trained(module) and (mode or not self._is_rollout(module, sys._getframe(1))):
                     self._generation.ended(self._taps) if mode else self._generation.began(self._taps, sys._getframe(1))
                     recorder.wake()
-                    recorder.evaluation.forget() if mode else recorder.evaluation.switched(module, sys._getframe(1))
+                    if mode:
+                        recorder.evaluation.forget()
+                    else:
+                        recorder.evaluation.switched(module, sys._getframe(1), recorder.loop_frames.loop)
                     recorder.eval_mode = not mode
                     self._taps.was_evaluating = recorder.eval_mode
                     recorder.switch(recorder.activity, EvalMode(not mode), Point.EVAL)

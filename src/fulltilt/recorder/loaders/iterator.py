@@ -321,7 +321,7 @@ class PassMeter:
         recorder.switch(before, fact, Point.NONE if evaluating else Point.BATCH)
         if evaluating:
             tap.eval_batches += 1
-            recorder.evaluation.drew(sys._getframe(1))
+            recorder.evaluation.drew(sys._getframe(1), recorder.loop_frames.loop)
         else:
             taps.feeding, taps.unused = tap, True
             recorder.calibrate_if_asked(Point.BATCH)

@@ -328,6 +328,7 @@ class Evaluation:
     def __init__(self) -> None:
         self.declared = False
         self.seen = 0  # signs of one so far
+        self.where: str | None = None  # the line of the training loop, or around it, that leads to one
         self._model: weakref.ref[Any] | None = None
         self._switching: CodeType | None = None
         self._drawing: CodeType | None = None
@@ -343,14 +344,16 @@ class Evaluation:
         self.declared = on
         self.seen += on
 
-    def switched(self, model: Any, frame: FrameType | None) -> None:
+    def switched(self, model: Any, frame: FrameType | None, loop: frozenset[CodeType] = frozenset()) -> None:
         """The trained model was switched to evaluation mode, by the function with this frame or by one behind it."""
+        self.where = self.where or line_in(loop, frame)
         self._model, self._drawing = weakref.ref(model), None
         self._switching = function_that_switches(model, frame)
         self.seen += 1
 
-    def drew(self, frame: FrameType | None) -> None:
+    def drew(self, frame: FrameType | None, loop: frozenset[CodeType] = frozenset()) -> None:
         """A batch was drawn for it, by the function with this frame or by one that called it."""
+        self.where = self.where or line_in(loop, frame)
         self._drawing = function_that_draws(frame)
         self.seen += 1
 
@@ -369,6 +372,15 @@ class Evaluation:
             or (code.co_name == MODEL_CALL and owner(code.co_filename) == "torch_module")
             for code, _ in stack.calls
         )
+
+
+def line_in(loop: frozenset[CodeType], frame: FrameType | None) -> str | None:
+    """The user's line in the innermost of these functions that this frame was called from; None where there is none."""
+    while frame is not None and frame.f_code not in loop:
+        frame = frame.f_back
+    if frame is None or owner(frame.f_code.co_filename) != "user":
+        return None
+    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def function_that_switches(model: Any, frame: FrameType | None) -> CodeType | None:
