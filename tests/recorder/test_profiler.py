@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.recorder.profiler import FlopCount, KernelTotals, deep_record
+from fulltilt.recorder.profiler import AGAIN, FlopCount, KernelTotals, StepProfiler, deep_record
 
 
 def kernel(name: str, start_us: float, end_us: float) -> Any:
@@ -88,3 +88,16 @@ def test_a_mode_of_the_scripts_own_stays_in_force() -> None:
         assert _get_current_dispatch_mode() is own
     torch.randn(4, 4) @ torch.randn(4, 4)
     _get_current_dispatch_mode().__exit__(None, None, None)
+
+
+def test_a_trace_that_cannot_begin_is_not_tried_at_every_step() -> None:
+    told: list[str] = []
+    state = SimpleNamespace(remark=told.append)
+    recorder: Any = SimpleNamespace(switch=lambda activity: activity, clock=None, state=state, profiling=True)
+    profiler = StepProfiler(torch, recorder)
+    profiler._calls, profiler._settles_at_ns = 50, 1
+    profiler._profiler = SimpleNamespace()  # without start_trace
+    profiler._trace()
+    assert "kernels could not be traced" in told[0]
+    assert profiler._at_call == 50 * AGAIN
+    assert not recorder.profiling

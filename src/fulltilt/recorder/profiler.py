@@ -167,12 +167,12 @@ class StepProfiler:
             if self._recorder.clock is not None:
                 self._torch.cuda.synchronize()  # what was queued before is not of these steps
             self._profiler.start_trace()
+            self._at_call, self._evaluations = self._calls, self._recorder.evaluation.seen
         except Exception as error:
             self._profiler = None
             self._end(error)
         finally:
             self._recorder.switch(before)
-        self._at_call, self._evaluations = self._calls, self._recorder.evaluation.seen
 
     def _give_way(self, original: Function) -> Function:
         def init(profile: Any, *args: Any, **kwargs: Any) -> None:
