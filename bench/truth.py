@@ -249,7 +249,7 @@ def no_workers(watch: Watch) -> None:
 
 
 def short_epochs(watch: Watch) -> None:
-    from_loader(watch, Rows(64 * 40, 1024), 1024, batch_size=64, num_workers=4)
+    from_loader(watch, Rows(64 * 20, 1024), 1024, batch_size=64, num_workers=4)
 
 
 def list_of_batches(watch: Watch) -> None:

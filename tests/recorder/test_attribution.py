@@ -57,7 +57,7 @@ def test_what_the_host_does_for_long_at_rest_costs_what_the_queue_did_not_cover(
     for number in range(20):
         attribute(step(0.1 * number, 0.004, 0.001), FORWARD, usual)
     # 100 steps of 4 ms in which the host was away for 0.5 s: the GPU had work for 0.4 s of the 0.6 s.
-    times = ActivityTimes({"rest": 0.1 * S, "host_code": 0.5 * S})
+    times = ActivityTimes({"rest": 0.1 * S, "long_user": 0.5 * S})
     rested = Interval(2 * S, 2.6 * S, 100, times=times, gpu=True, at_rest_ns={"user": 0.5 * S}, rested_steps=100)
     buckets = attribute(rested, FORWARD, usual).buckets
     assert buckets.compute_s == pytest.approx(0.4)

@@ -417,6 +417,22 @@ def test_a_starved_gpu_waits_for_data() -> None:
     assert waited / whole == pytest.approx(31 / 41, abs=0.04)
 
 
+@pytest.mark.parametrize(("kind", "bucket"), [("host", "host_code_s"), ("epoch_turnover", "epoch_turnover_s")])
+def test_what_is_too_long_for_launching_counts_by_its_own_samples(kind: str, bucket: str) -> None:
+    loop = started_on_gpu()
+    for _ in range(3):
+        gpu_step(loop, wait=0, queue=1, work=4)
+    for _ in range(20):
+        loop.spend(70)
+        for _ in range(10):
+            gpu_step(loop, wait=0, queue=1, work=4)
+    assert closes(loop.finish())
+    # Nearly all samples saw launching, which the GPU never waits for: of 80 ms it has work for 40.
+    seen = {Activity.USER: {"torch": 1.0}, Activity.OPTIMIZER: {"torch": 9.0}, Activity.LONG_USER: {kind: 0.1}}
+    told = divided(loop.intervals, seen)
+    assert told[bucket] / sum(told.values()) == pytest.approx(0.5, abs=0.03)
+
+
 def test_what_the_host_does_behind_a_validation_is_not_the_gpus_validating() -> None:
     loop = started_on_gpu()
     for _ in range(3):
@@ -434,7 +450,7 @@ def test_what_the_host_does_behind_a_validation_is_not_the_gpus_validating() -> 
     gpu_step(loop, wait=0, queue=1, work=10)
     assert closes(loop.finish())
     assert loop.label("checkpoint") == 100
-    assert loop.label("starved") == 300
+    assert loop.label("long_user") == 300
 
 
 def reading_step(loop: Loop, lead: float = 0.0, last: float | None = None) -> None:

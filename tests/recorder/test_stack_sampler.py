@@ -63,6 +63,13 @@ class FakeRecorder:
     evaluation: Evaluation = field(default_factory=Evaluation)
     after_step: AfterStep = field(default_factory=AfterStep)
 
+    marked_until_ns: float = 0.0
+    long_until_ns: float = 0.0
+    long_ns: float = 20e6
+
+    def took_long(self, t_ns: int, now_ns: int) -> bool:
+        return t_ns < self.long_until_ns
+
     def evaluates(self, on: bool) -> None:
         self.eval_mode = on
 
@@ -158,9 +165,11 @@ def test_a_sample_that_was_missed_stands_for_nothing_where_late_looks_weigh_noth
     assert weight_of(sampler.split()) == 0.0
 
 
-@pytest.mark.parametrize(("lengths_ms", "kind"), [((5, 15), "torch"), ((5, 15, 30), "host")])
+@pytest.mark.parametrize(
+    ("lasted_ms", "key", "kind"), [(15, Activity.BACKWARD, "torch"), (30, Activity.LONG_USER, "host")]
+)
 def test_on_a_gpu_what_torch_does_for_long_is_no_launching_from_its_beginning(
-    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, lengths_ms: tuple[int, ...], kind: str
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, lasted_ms: int, key: Activity, kind: str
 ) -> None:
     monkeypatch.setattr(
         "fulltilt.recorder.stacks.stack_sampler.view_of", lambda *_: StackView("torch", "train.py:3", "main", None)
@@ -168,11 +177,15 @@ def test_on_a_gpu_what_torch_does_for_long_is_no_launching_from_its_beginning(
     recorder.clock, recorder.activity, recorder.left = object(), Activity.USER, Activity.BACKWARD
     sampler = StackSampler(recorder)
     began_ns = recorder.last_switch_ns = time.perf_counter_ns()
-    for length_ms in lengths_ms:
+    recorder.long_until_ns = began_ns + lasted_ms * 1_000_000 if lasted_ms > 20 else 0
+    for length_ms in (5, 14):
         now_ns = began_ns + length_ms * 1_000_000
         monkeypatch.setattr(time, "perf_counter_ns", lambda now_ns=now_ns: now_ns)
         sampler.take(now_ns, 0.01)
-    assert sampler.split() == {Activity.BACKWARD: {kind: pytest.approx(0.01 * len(lengths_ms))}}
+    assert sampler.split() == {}  # no mark has come yet that ends the stretch
+    recorder.marked_until_ns = began_ns + lasted_ms * 1_000_000
+    assert sampler.split() == {key: {kind: pytest.approx(0.02)}}
+    assert [told for told, _, _ in recorder.state.lines] == [kind] * 2
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ class Attributed:
     buckets: Buckets
     phases: Phases | None
     launch_s: float
+    long: Buckets = field(default_factory=Buckets)  # of the buckets, stretches of the user's own too long for launching
 
 
 @dataclass
@@ -61,9 +62,8 @@ class Usual:
         if took_long and not interval.gpu:
             return
         waits_s = (interval.long_waits_ns + interval.at_rest_ns.get("data_wait", 0.0)) * NS
-        now = {name: getattr(measured.buckets, name) for name in ORDINARY}
-        now["data_wait_s"] = max(0.0, now["data_wait_s"] - waits_s)
-        now["host_code_s"] = max(0.0, now["host_code_s"] - interval.times.by_label.get("host_code", 0.0) * NS)
+        long = measured.long.plus(Buckets(data_wait_s=waits_s))
+        now = {name: max(0.0, getattr(measured.buckets, name) - getattr(long, name)) for name in ORDINARY}
         for name, seconds in (*now.items(), ("launch_s", measured.launch_s)):
             self.seconds[name] = FORGET * self.seconds.get(name, 0.0) + seconds
         self.steps = FORGET * self.steps + interval.steps - interval.rested_steps
@@ -97,7 +97,7 @@ def attribute(
     all_s = sum(interval.times.by_label.values()) * NS
     split = _split(seen, interval.times.user_after)
     if interval.gpu:
-        measured = _attribute_gpu(interval, split)
+        measured = _attribute_gpu(interval, split, seen.get(Activity.LONG_USER, NOTHING))
     else:
         held_up = in_backward.get("host", 0.0) / (sum(in_backward.values()) or 1.0)
         measured = _attribute_cpu(interval, split, held_up)
@@ -148,8 +148,8 @@ def _split(seen: Seen, user_after: Mapping[Activity, float]) -> dict[str, float]
     activity, but its time is not.
     """
     everywhere: dict[str, float] = {}
-    for kinds in seen.values():
-        for kind, weight in kinds.items():
+    for after, kinds in seen.items():
+        for kind, weight in kinds.items() if after is not Activity.LONG_USER else ():
             everywhere[kind] = everywhere.get(kind, 0.0) + weight
     if not sum(everywhere.values()):
         return {}
@@ -178,9 +178,15 @@ def _attribute_cpu(interval: Interval, split: Mapping[str, float], held_up: floa
     return Attributed(_in_seconds(out), _phases(interval, split), launch_s=0.0)
 
 
-def _attribute_gpu(interval: Interval, split: Mapping[str, float]) -> Attributed:
+def _attribute_gpu(interval: Interval, split: Mapping[str, float], seen_long: Mapping[str, float]) -> Attributed:
     ns = interval.times.by_label
     out = _common(ns)
+    long = dict.fromkeys(BUCKETS, 0.0)
+    if not sum(seen_long.values()):
+        seen_long = {"host": 1.0}
+    for kind, weight in seen_long.items():
+        long[_bucket_of(kind, interval)] += ns.get("long_user", 0.0) * weight / sum(seen_long.values())
+    out = {name: out[name] + long[name] for name in BUCKETS}
     out["compute_s"] += ns.get("busy", 0.0)
     # Time booked before the first event (there was no GPU clock yet) is host time.
     out["compute_s"] += (
@@ -209,7 +215,7 @@ def _attribute_gpu(interval: Interval, split: Mapping[str, float]) -> Attributed
         out["unattributed_s"] += launch + ns.get("user", 0.0)
         launch = 0.0
     out["host_code_s"] += launch
-    return Attributed(_in_seconds(out), _phases(interval, split), launch * NS)
+    return Attributed(_in_seconds(out), _phases(interval, split), launch * NS, _in_seconds(long))
 
 
 def _bucket_of(kind: str, interval: Interval) -> str:
@@ -371,7 +377,8 @@ class SpanBuilder:
 
     def under_way(self, interval: Interval, steps: int) -> Span:
         """The step under way, behind ``steps`` others: all that is known of it if the job is killed."""
-        buckets = attribute(interval, self._sampler.split(), Usual(), 0.0, self._sampler.backward.split()).buckets
+        seen, in_backward = self._sampler.split(under_way=True), self._sampler.backward.split()
+        buckets = attribute(interval, seen, Usual(), 0.0, in_backward).buckets
         t0_s, t1_s = (interval.t0_ns - self._t0_ns) * NS, (interval.t1_ns - self._t0_ns) * NS
         return Span(t0_s, t1_s, steps, 0, 0, None, buckets, interval.epoch)
 

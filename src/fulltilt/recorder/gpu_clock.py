@@ -142,6 +142,7 @@ QUEUES_NOTHING = frozenset(
         "startup",
         "observer",
         "host_code",
+        "long_user",
     }
 )
 QUEUES_KERNELS = frozenset({"user", "backward", "optimizer"})
@@ -205,10 +206,10 @@ class GpuTime:
         if any(label == "rest" for *_, label in held):
             waited = min(span, sum(ended - began for began, ended, label in held if label == "data_wait"))
             # A long stretch of the host's cost the GPU what its queue did not cover.
-            long = sum(max(0.0, ended - began - lag) for began, ended, label in held if label == "user")
+            long = sum(max(0.0, ended - began - lag) for began, ended, label in held if label in ("user", "long_user"))
             held_up = min(span - waited, long)
             times.put("data_wait", waited)
-            times.put("host_code", held_up)
+            times.put("long_user", held_up)
             times.put("rest", span - waited - held_up)
             return
         if not doubtful or (partial and doubtful <= DOUBT * (partial + span)):

@@ -7,6 +7,7 @@ many as pass in a twentieth of a second or in 1/2000 of the run, so that their n
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ from fulltilt.recorder.marks import (
     Rested,
     WaitBegan,
 )
-from fulltilt.recorder.steps import LONG_WAIT_NS, AfterStep, StepCounter
+from fulltilt.recorder.steps import LONG_STEP_ON_GPU_NS, LONG_WAIT_NS, AfterStep, StepCounter
 
 ONE_BY_ONE = 100
 SHORTEST_NS = 50e6
@@ -88,8 +89,11 @@ class IntervalBuilder:
         self.validating = False
         self.gpu: GpuTime | None = None
         self.after_step = AfterStep()
+        # On a GPU the user's own time is no launching where it lasts longer than this; where it did, begin and end.
+        self.long_ns: float = LONG_STEP_ON_GPU_NS
+        self._long_stretches: deque[tuple[float, float]] = deque()
         self._t0_ns = t0_ns
-        self._now: float = t0_ns
+        self.now_ns: float = t0_ns  # of the last mark
         self._activity = self._after = Activity.USER
         self._since: float = t0_ns
         self._started = False
@@ -126,25 +130,28 @@ class IntervalBuilder:
     def feed(self, mark: Mark | tuple[Any, ...], gpu_ns: float | None = None) -> None:
         """Take one mark. ``gpu_ns`` is when the GPU reached its event, on the host's clock."""
         t_ns, activity, fact, point, _ = mark
-        if t_ns > self._now:
+        if t_ns > self.now_ns:
             self._spend(t_ns)
         if gpu_ns is not None:
             if self.gpu is None:
                 # The first event: the queue was drained for it, so that host and GPU stand at the same moment.
-                self.gpu = GpuTime(self._now, point)
+                self.gpu = GpuTime(self.now_ns, point)
             else:
                 self.gpu.advance(float(t_ns), gpu_ns, point, self._interval.times)
         if fact is not None:
             self._meaning[type(fact)](fact)
         if activity is not None and activity is not self._activity:
             if self._after is OPTIMIZER and self._activity is USER and not self.validating:
-                self.after_step.ended(self._now - self._since, activity)
-            self._after, self._activity, self._since = self._activity, activity, self._now
+                self.after_step.ended(self.now_ns - self._since, activity)
+            self._after, self._activity, self._since = self._activity, activity, self.now_ns
 
     def _spend(self, t_ns: int) -> None:
         """Book the host time since the last mark with the label of what it was spent on."""
-        began, self._now = self._now, float(t_ns)
-        spent, activity = self._now - began, self._activity
+        began, self.now_ns = self.now_ns, float(t_ns)
+        spent, activity = self.now_ns - began, self._activity
+        if self._is_long(self.now_ns):
+            activity = Activity.LONG_USER
+            self._was_long()
         if not self._preparing and not self.validating:
             if activity is DATA_WAIT:
                 self._data_wait_ns += spent
@@ -155,14 +162,39 @@ class IntervalBuilder:
             exchanges = self._in_backward and activity is Activity.COMMUNICATION
             self._interval.times.phase("backward" if exchanges else PHASE[activity], spent)
         if self.gpu is None:
-            self._interval.times.put(self._label(), spent)
+            self._interval.times.put(self._label(activity), spent)
         else:
-            self.gpu.held.append((began, self._now, self._label()))
+            self.gpu.held.append((began, self.now_ns, self._label(activity)))
 
-    def _label(self) -> str:
+    def _was_long(self) -> None:
+        """The user's own time under way is too long for launching: so is what was held of it."""
+        assert self.gpu is not None
+        held = self.gpu.held
+        for place, (began, ended, label) in enumerate(held):
+            if label == LABEL[USER] and began >= self._since:
+                held[place] = (began, ended, LABEL[Activity.LONG_USER])
+        if self._long_stretches and self._long_stretches[-1][0] == self._since:
+            self._long_stretches.pop()
+        self._long_stretches.append((self._since, self.now_ns))
+
+    def _is_long(self, now_ns: float) -> bool:
+        """Whether what is under way is the user's own time, and too long for launching kernels."""
+        on_gpu = self.gpu is not None and not self._preparing
+        return on_gpu and self._activity is USER and now_ns - self._since > self.long_ns
+
+    def was_long(self, t_ns: float, now_ns: float) -> bool:
+        """Whether ``t_ns`` lies in such a stretch. To be asked in order of time."""
+        if t_ns >= self.now_ns:
+            return self._is_long(now_ns)
+        stretches = self._long_stretches
+        while stretches and stretches[0][1] < t_ns:
+            stretches.popleft()
+        return bool(stretches) and stretches[0][0] <= t_ns
+
+    def _label(self, activity: Activity) -> str:
         if self._preparing:
             return "startup"
-        return "validation" if self.validating and self._activity is not CHECKPOINT else LABEL[self._activity]
+        return "validation" if self.validating and activity is not CHECKPOINT else LABEL[activity]
 
     # ------------------------------------------------------------------ what facts mean
 
@@ -282,7 +314,7 @@ class IntervalBuilder:
 
     def _position(self) -> float:
         """Where the job's time stands: the GPU's, once there is one."""
-        return self._now if self.gpu is None else self.gpu.position_ns
+        return self.now_ns if self.gpu is None else self.gpu.position_ns
 
     def _end_step(self, steps: int) -> None:
         position, interval = self._position(), self._interval
@@ -313,9 +345,10 @@ class IntervalBuilder:
         times = self._interval.times.beyond(self._at_step_end)
         for began, ended, label in self.gpu.held if self.gpu is not None else ():
             times.put(label, ended - began)
-        times.put(self._label(), now_ns - self._now)
-        if self._label() == LABEL[USER]:
-            times.user(self._after, now_ns - self._now)
+        label = self._label(Activity.LONG_USER if self._is_long(now_ns) else self._activity)
+        times.put(label, now_ns - self.now_ns)
+        if label == LABEL[USER]:
+            times.user(self._after, now_ns - self.now_ns)
         return Interval(self._step_end, now_ns, epoch=self.epoch, times=times, gpu=self.gpu is not None)
 
     def _finish(self, _: Finished) -> None:
@@ -324,7 +357,7 @@ class IntervalBuilder:
         if self._hand_steps:
             self._end_step(self._hand_steps)
         if self.gpu is not None:
-            self.gpu.drain(self._now, self._interval.times)
+            self.gpu.drain(self.now_ns, self._interval.times)
         if self._interval.steps and self._position() > self._step_end:
             # What follows the last step is no part of the training: it gets an interval of its own.
             later = self._interval.times.beyond(self._at_step_end)

@@ -27,6 +27,7 @@ class Activity(IntEnum):
     STARTUP = 11  # torch.compile compiles
     HOST_CODE = 12  # a full garbage collection
     REST = 10  # short steps between two bursts of measuring, only counted
+    LONG_USER = 13  # of a job on a GPU: USER, and too long for launching kernels
 
 
 class Point(IntEnum):

@@ -27,7 +27,7 @@ from fulltilt.recorder.rank_files import RankFiles
 from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.stacks.frames import Evaluation, LoopFrames
 from fulltilt.recorder.stacks.stack_sampler import StackSampler
-from fulltilt.recorder.steps import LONG_STEP_NS, LONG_STEP_ON_GPU_NS, Rest, plan
+from fulltilt.recorder.steps import LONG_STEP_FACTOR, LONG_STEP_NS, LONG_STEP_ON_GPU_NS, Rest, plan
 
 DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0
@@ -142,7 +142,7 @@ class Recorder:
 
     def _passed_at_rest(self, now_ns: int) -> None:
         """A step at rest, or its part before a long wait, has passed. A long one is booked by what the samples saw."""
-        if now_ns - self.rest.booked_ns > (LONG_STEP_NS if self.clock is None else LONG_STEP_ON_GPU_NS):
+        if now_ns - self.rest.booked_ns > (LONG_STEP_NS if self.clock is None else self.long_ns):
             self._book_at_rest(Activity.USER, self.rest.booked_ns, now_ns)
         self.rest.booked_ns = now_ns
 
@@ -196,6 +196,20 @@ class Recorder:
             self._out.close()
 
     # ------------------------------------------------------------------ on the observer thread
+
+    @property
+    def long_ns(self) -> float:
+        """On a GPU: how long the user's own code is never about launching kernels."""
+        return self._builder.long_ns
+
+    @property
+    def marked_until_ns(self) -> float:
+        """Up to here the marks have been turned into intervals."""
+        return self._builder.now_ns
+
+    def took_long(self, t_ns: int, now_ns: int) -> bool:
+        """Whether the user's own code at ``t_ns`` was, or is by now, longer about it. To be asked in order of time."""
+        return self._builder.was_long(t_ns, now_ns)
 
     def evaluates(self, on: bool) -> None:
         """A sample has shown whether the training thread evaluates, whatever mode the model is in."""
@@ -266,6 +280,7 @@ class Recorder:
             interval = builder.closed[-1]
             step_s = (interval.t1_ns - interval.t0_ns) * NS / max(interval.steps, 1)
             self.usual_step_s = min(step_s, 2 * (self.usual_step_s or step_s))  # a single long one is not usual
+            builder.long_ns = max(LONG_STEP_ON_GPU_NS, LONG_STEP_FACTOR * self.usual_step_s / NS)
             launch_share = self._spans.launch_share if clock is not None else None
             self.rest.plan = plan(builder.steps, builder.calls, step_s, self.state.scaler, launch_share)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fulltilt.recorder.loaders import PassMeter
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import StackView, stack_of, user_code_in_backward, view_of
-from fulltilt.recorder.steps import LONG_STEP_FACTOR, LONG_STEP_NS, LONG_STEP_ON_GPU_NS
+from fulltilt.recorder.steps import LONG_STEP_NS
 from fulltilt.records import HotLine
 
 if TYPE_CHECKING:
@@ -55,6 +55,15 @@ class KindWeights:
         self.window.clear()
 
 
+class Pending(NamedTuple):
+    """A stack sample of the user's own time: marks that come later tell whose work it saw."""
+
+    t_ns: int
+    after: Activity
+    view: StackView
+    weight_s: float
+
+
 class StackSampler:
     """Takes stack samples, each weighted by the time it stands for, and sorts them by what the time came after."""
 
@@ -68,11 +77,7 @@ class StackSampler:
         self._at_rest = 0
         self._long_step_ns = 0  # when the long step began that the last sample at rest saw
         self._taken = 0
-        # Samples behind a step: what the marks since then tell decides whose work they saw.
-        self._undecided: list[tuple[StackView, float]] = []
-        # On a GPU, torch's work in the stretch under way that began then: launching, unless it turns out to be long.
-        self._launching: list[tuple[Activity, StackView, float]] = []
-        self._launching_since_ns = 0
+        self._pending: list[Pending] = []
         self._after_step_s = self._after_step_in_model_s = 0.0
 
     @property
@@ -119,16 +124,6 @@ class StackSampler:
         on_time = since_sample_ns < 2e9 * every_s
         weight_s = every_s if on_time else max(min(since_sample_ns, now_ns - recorder.last_switch_ns), 0) * NS
         view = recorder.state.understood(view)
-        on_gpu, since_ns = recorder.clock is not None, recorder.last_switch_ns
-        if on_gpu and since_ns != self._launching_since_ns:
-            self._settle_launching("torch")
-            self._launching_since_ns = since_ns
-        if on_gpu and view.kind == "torch":
-            # Work of torch's on the CPU, such as making the next batches: launching is never so long about it.
-            long_ns = max(LONG_STEP_ON_GPU_NS, LONG_STEP_FACTOR * recorder.usual_step_s / NS)
-            if now_ns - since_ns > long_ns:
-                view = replace(view, kind="host")
-                self._settle_launching("host")
         if activity is not Activity.USER:
             recorder.state.sampled(activity, view, weight_s)
             return
@@ -137,20 +132,30 @@ class StackSampler:
         if after is Activity.OPTIMIZER:
             self._after_step_s += weight_s
             self._after_step_in_model_s += weight_s * view.of_training
-            if self._is_undecided(view):
-                self._undecided.append((view, weight_s))
-                return
-        if on_gpu and view.kind == "torch":
-            self._launching.append((after, view, weight_s))
+        if recorder.clock is not None or (after is Activity.OPTIMIZER and self._is_undecided(view)):
+            self._pending.append(Pending(now_ns, after, view, weight_s))
             return
         recorder.state.sampled(activity, view, weight_s)
         self._add(after, view.kind, weight_s)
 
-    def _settle_launching(self, kind: str) -> None:
-        for after, view, weight_s in self._launching:
-            self._recorder.state.sampled(Activity.USER, replace(view, kind=kind), weight_s)
-            self._add(after, kind, weight_s)
-        self._launching.clear()
+    def _settle(self, under_way: bool) -> None:
+        """Sort the pending samples; those of time that no mark has ended stay, unless it is asked for as well."""
+        recorder = self._recorder
+        in_model_share = self._after_step_in_model_s / (self._after_step_s or 1.0)
+        own = recorder.after_step.is_the_scripts_own(in_model_share)
+        now_ns, pending, self._pending = time.perf_counter_ns(), self._pending, []
+        for sample in pending:
+            t_ns, after, view, weight_s = sample
+            if recorder.clock is not None and t_ns > recorder.marked_until_ns and not under_way:
+                self._pending.append(sample)
+                continue
+            long = recorder.took_long(t_ns, now_ns)
+            undecided = after is Activity.OPTIMIZER and self._is_undecided(view)
+            # Long work of torch's is on the CPU, such as making the next batches: launching takes less.
+            if (undecided and own) or (long and view.kind == "torch"):
+                view = replace(view, kind="host")
+            recorder.state.sampled(Activity.USER, view, weight_s)
+            self._add(Activity.LONG_USER if long else after, view.kind, weight_s)
 
     def stands_at(self, now_ns: int) -> HotLine | None:
         """The line at which the training thread stands, and for how long it does what it does there."""
@@ -200,7 +205,7 @@ class StackSampler:
         recorder = self._recorder
         began_ns = recorder.rest.booked_ns
         on_gpu = recorder.clock is not None
-        takes_long = now_ns - began_ns > (LONG_STEP_ON_GPU_NS if on_gpu else LONG_STEP_NS)
+        takes_long = now_ns - began_ns > (recorder.long_ns if on_gpu else LONG_STEP_NS)
         self._at_rest += 1
         if not takes_long and self._at_rest % SAMPLE_AT_REST_EVERY:
             return
@@ -221,10 +226,9 @@ class StackSampler:
             # The first sample of a long step stands for all of it so far.
             weight_s = (since_sample_ns if began_ns == self._long_step_ns else now_ns - began_ns) * NS
             self._long_step_ns = began_ns
-            if on_gpu:
-                view = replace(view, kind="host" if view.kind == "torch" else view.kind)
-            else:
-                self._add(Activity.REST, view.kind, weight_s)
+            if on_gpu and view.kind == "torch":
+                view = replace(view, kind="host")
+            self._add(Activity.LONG_USER if on_gpu else Activity.REST, view.kind, weight_s)
         recorder.state.sampled(Activity.USER, view, weight_s)
 
     def _add(self, after: Activity, kind: str, weight_s: float) -> None:
@@ -239,22 +243,15 @@ class StackSampler:
         for kind, weight in self._late.items() if total else ():
             self._add(self._recorder.left_after, kind, self._every_s * weight / total)
 
-    def split(self) -> Mapping[Activity, Mapping[str, float]]:
-        """How the user's own time divides, by the activity that it came after."""
-        in_model_share = self._after_step_in_model_s / (self._after_step_s or 1.0)
-        own = self._recorder.after_step.is_the_scripts_own(in_model_share)
-        for view, weight_s in self._undecided:
-            decided = replace(view, kind="host") if own else view
-            self._recorder.state.sampled(Activity.USER, decided, weight_s)
-            self._add(Activity.OPTIMIZER, decided.kind, weight_s)
-        self._undecided.clear()
-        self._settle_launching("torch")
+    def split(self, under_way: bool = False) -> Mapping[Activity, Mapping[str, float]]:
+        """How the user's own time divides, by the activity that it came after; long stretches apart."""
+        self._settle(under_way)
         return {after: weights.split() for after, weights in self._after.items()}
 
     @property
     def none_yet(self) -> bool:
         """Whether there has been no sample of the user's own time."""
-        return not (self._undecided or self._launching or self._after)
+        return not (self._pending or self._after)
 
     def begin_window(self) -> None:
         """The samples so far have been used."""
