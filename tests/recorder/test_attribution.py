@@ -64,6 +64,18 @@ def test_what_the_host_does_for_long_at_rest_costs_what_the_queue_did_not_cover(
     assert buckets.total_s == pytest.approx(0.6)
 
 
+def test_what_measuring_closely_took_is_no_part_of_the_time_at_rest() -> None:
+    usual = Usual()
+    for number in range(20):
+        measured = step(0.1 * number, 0.004, 0.001)
+        measured.times.put("observer", 0.02 * S)
+        attribute(measured, FORWARD, usual)
+    rested = Interval(2 * S, 2.5 * S, 100, times=ActivityTimes({"rest": 0.5 * S}), gpu=True, rested_steps=100)
+    buckets = attribute(rested, FORWARD, usual).buckets
+    assert buckets.compute_s == pytest.approx(0.4)
+    assert buckets.unattributed_s == 0.0
+
+
 def test_a_generators_time_is_loading_in_the_picture_of_a_step() -> None:
     times = ActivityTimes({"user": 1.0 * S}, {"user": 1.0 * S}, {Activity.OPTIMIZER: 1.0 * S})
     made = Interval(0, S, 1, 0, 1, 32, 0, times, S, 0.0, 0.0)

@@ -312,6 +312,23 @@ def test_what_hooks_take_inside_backward_is_host_code() -> None:
     assert attribute(interval, TORCH, Usual()).buckets.compute_s == pytest.approx(10.0)
 
 
+@pytest.mark.parametrize("gpu", [False, True], ids=["on a CPU", "on a GPU"])
+def test_workers_that_end_with_their_pass_at_rest_are_turnover(gpu: bool) -> None:
+    loop = started_on_gpu() if gpu else Loop()
+    train(loop, 4)
+    loop.mark(Activity.REST, None, Point.STEP)
+    loop.spend(30)
+    loop.mark(Activity.DATA_WAIT)
+    loop.spend(50)
+    loop.mark(Activity.REST, BookedAtRest(50 * MS, turnover=True))
+    loop.mark(Activity.USER, Rested(3, {}), Point.STEP)
+    loop.mark(Activity.USER, PassEnded(0, False, 4))
+    train(loop, 2)
+    assert closes(loop.finish())
+    assert loop.label("epoch_turnover") == 50
+    assert loop.label("rest") == 30
+
+
 def rest(loop: Loop, steps: int, wait: float, other: float, apart: Activity | None = None) -> None:
     """So many steps at rest; what is ``apart``, the wait or the other time, is booked as it is."""
     loop.mark(Activity.REST)

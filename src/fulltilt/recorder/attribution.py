@@ -62,7 +62,8 @@ class Usual:
         if took_long and not interval.gpu:
             return
         waits_s = (interval.long_waits_ns + interval.at_rest_ns.get("data_wait", 0.0)) * NS
-        long = measured.long.plus(Buckets(data_wait_s=waits_s))
+        observer_s = interval.times.by_label.get("observer", 0.0) * NS  # measuring more closely than usual: not at rest
+        long = measured.long.plus(Buckets(data_wait_s=waits_s, unattributed_s=observer_s))
         now = {name: max(0.0, getattr(measured.buckets, name) - getattr(long, name)) for name in ORDINARY}
         for name, seconds in (*now.items(), ("launch_s", measured.launch_s)):
             self.seconds[name] = FORGET * self.seconds.get(name, 0.0) + seconds

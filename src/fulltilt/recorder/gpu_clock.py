@@ -146,6 +146,13 @@ QUEUES_NOTHING = frozenset(
     }
 )
 QUEUES_KERNELS = frozenset({"user", "backward", "optimizer"})
+# What is booked at rest as it is, and with which label.
+BOOKED_AT_REST = {
+    "data_wait": "data_wait",
+    "epoch_turnover": "epoch_turnover",
+    "user": "long_user",
+    "long_user": "long_user",
+}
 # Stretches between these points hold no kernels of the user's, as long as nothing better is known.
 NO_WORK = {
     (Point.STEP, Point.BATCH),
@@ -204,13 +211,15 @@ class GpuTime:
             times.put("validation", span - idle)
             return
         if any(label == "rest" for *_, label in held):
-            waited = min(span, sum(ended - began for began, ended, label in held if label == "data_wait"))
-            # A long stretch of the host's cost the GPU what its queue did not cover.
-            long = sum(max(0.0, ended - began - lag) for began, ended, label in held if label in ("user", "long_user"))
-            held_up = min(span - waited, long)
-            times.put("data_wait", waited)
-            times.put("long_user", held_up)
-            times.put("rest", span - waited - held_up)
+            left = span
+            for began, ended, label in held:
+                if label in BOOKED_AT_REST:
+                    # A long stretch of the host's own cost the GPU what its queue did not cover.
+                    covered = lag if BOOKED_AT_REST[label] == "long_user" else 0.0
+                    booked = min(left, max(0.0, ended - began - covered))
+                    times.put(BOOKED_AT_REST[label], booked)
+                    left -= booked
+            times.put("rest", left)
             return
         if not doubtful or (partial and doubtful <= DOUBT * (partial + span)):
             self._learn(kind, partial + span - doubtful / 2)

@@ -297,8 +297,12 @@ class IntervalBuilder:
 
     def _booked_at_rest(self, fact: BookedAtRest) -> None:
         label, booked = LABEL[self._activity], self._interval.at_rest_ns
+        if fact.turnover:
+            label = "epoch_turnover"
+            self._relabel_wait(label)
+        else:
+            self._note_longest_wait()
         booked[label] = booked.get(label, 0.0) + fact.ns
-        self._note_longest_wait()
         self._data_wait_ns = 0.0
 
     def _rested(self, fact: Rested) -> None:

@@ -114,9 +114,13 @@ class Rested(NamedTuple):
 
 
 class BookedAtRest(NamedTuple):
-    """The stretch at rest that just ended, a long wait for data or a long step, was booked as it is."""
+    """The stretch at rest that just ended, a long wait for data or a long step, was booked as it is.
+
+    ``turnover``: the wait was for workers to end with their pass.
+    """
 
     ns: int
+    turnover: bool = False
 
 
 class EpochBegan(NamedTuple):

@@ -135,10 +135,10 @@ class Recorder:
             rest.end()
             self.switch(Activity.USER, Rested(rest.calls, rest.drawn), Point.STEP)
 
-    def waited_at_rest(self, began_ns: int, ended_ns: int) -> None:
-        """Book a long wait for data as it is."""
+    def waited_at_rest(self, began_ns: int, ended_ns: int, turnover: bool = False) -> None:
+        """Book a long wait as it is: for data, or for workers to end with their pass."""
         self._passed_at_rest(began_ns)
-        self._book_at_rest(Activity.DATA_WAIT, began_ns, ended_ns)
+        self._book_at_rest(Activity.DATA_WAIT, began_ns, ended_ns, turnover)
 
     def _passed_at_rest(self, now_ns: int) -> None:
         """A step at rest, or its part before a long wait, has passed. A long one is booked by what the samples saw."""
@@ -146,9 +146,9 @@ class Recorder:
             self._book_at_rest(Activity.USER, self.rest.booked_ns, now_ns)
         self.rest.booked_ns = now_ns
 
-    def _book_at_rest(self, activity: Activity, began_ns: int, ended_ns: int) -> None:
+    def _book_at_rest(self, activity: Activity, began_ns: int, ended_ns: int, turnover: bool = False) -> None:
         self._marks.append((began_ns, activity, None, Point.NONE, None))
-        self._marks.append((ended_ns, Activity.REST, BookedAtRest(ended_ns - began_ns), Point.NONE, None))
+        self._marks.append((ended_ns, Activity.REST, BookedAtRest(ended_ns - began_ns, turnover), Point.NONE, None))
         self.rest.booked_ns = ended_ns
 
     def note(self, fact: Any) -> None:

@@ -334,9 +334,13 @@ class PassMeter:
         try:
             batch = following(source)
         except StopIteration:
+            ended, workers = time.perf_counter_ns(), _workers(source)
+            tap.restart_s += (ended - began) * 1e-9
+            if ended - began > LONG_WAIT_NS:
+                recorder.waited_at_rest(began, ended, turnover=workers > 0)
             recorder.wake()
             tap.in_pass = False
-            recorder.switch(recorder.activity, PassEnded(tap.loader_id, False, _workers(source)))
+            recorder.switch(recorder.activity, PassEnded(tap.loader_id, False, workers))
             raise
         except BaseException:
             tap.timed_wait_s += self._waited_at_rest(began)  # as in __next__
