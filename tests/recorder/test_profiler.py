@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -101,3 +102,29 @@ def test_a_trace_that_cannot_begin_is_not_tried_at_every_step() -> None:
     assert "kernels could not be traced" in told[0]
     assert profiler._at_call == 50 * AGAIN
     assert not recorder.profiling
+
+
+def test_bursts_take_at_most_half_a_percent_of_a_job_that_has_had_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(kernels=None)
+    recorder: Any = SimpleNamespace(switch=lambda activity: activity, state=state, clock=object(), mine=lambda: True)
+    profiler = StepProfiler(torch, recorder)
+    began: list[float] = []
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: int(now_s * 1e9))
+
+    def burst() -> None:
+        nonlocal now_s
+        began.append(now_s)
+        with profiler._own_work():
+            now_s += 0.8
+        state.kernels = object()
+        profiler._at_call = profiler._calls * AGAIN
+
+    monkeypatch.setattr(profiler, "_start", burst)
+    profiler._counted = True
+    for _ in range(10_000):
+        now_s += 0.1
+        profiler._stepped(None, (), {})
+    assert 8 < began[0] < 9
+    assert 160 <= began[1] < 162
+    assert 0.8 * len(began) <= 0.005 * now_s

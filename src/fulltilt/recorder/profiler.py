@@ -40,6 +40,7 @@ FIRST_DEEP_STEP = 10
 BURST_STEPS = 3
 FIRST_BURST_STEP, FIRST_BURST_S = 30, 8.0
 AGAIN = 4  # the next burst comes at so many times the step
+LEAST_LIFE = 200  # and not before the job has trained for so many times what the bursts have taken
 # While CUPTI starts the GPU is idle, and then has power to spare: its kernels run faster than usual for a while.
 SETTLE_NS = 300_000_000
 # So often a burst is begun anew because an evaluation came into it.
@@ -58,6 +59,7 @@ class StepProfiler:
         self._calls = 0
         self._at_call = FIRST_DEEP_STEP if self._deep else FIRST_BURST_STEP
         self._first_ns = 0
+        self._took_ns = 0  # bursts, of the training thread's time
         self._profiler: Any = None
         self._settles_at_ns: int | None = None  # while CUPTI runs and nothing is kept yet
         self._evaluations = self._tries = 0
@@ -90,10 +92,23 @@ class StepProfiler:
                 self._stop_counting()
         elif (
             self._calls >= self._at_call
-            and (self._deep or time.perf_counter_ns() - self._first_ns > FIRST_BURST_S * 1e9)
+            and (self._deep or time.perf_counter_ns() - self._first_ns > self._not_before_ns())
             and (self._counted or not self._start_counting())
         ):
             self._start()
+
+    def _not_before_ns(self) -> float:
+        burst_before = self._recorder.state.kernels is not None
+        return max(FIRST_BURST_S * 1e9, LEAST_LIFE * self._took_ns if burst_before else 0)
+
+    @contextlib.contextmanager
+    def _own_work(self) -> Iterator[None]:
+        before, began_ns = self._recorder.switch(Activity.OBSERVER), time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._took_ns += time.perf_counter_ns() - began_ns
+            self._recorder.switch(before)
 
     def _start_counting(self) -> bool:
         """Count the FLOPs of the next step, once, where that changes nothing: each operation passes by Python.
@@ -104,14 +119,12 @@ class StepProfiler:
         recorder, state = self._recorder, self._recorder.state
         if state.sharded or state.compiled or state.uses_cuda_graphs or recorder.profiling:
             return False
-        before = recorder.switch(Activity.OBSERVER)
-        try:
-            self._flops = FlopCount(recorder, calls=max(len(state.optimizers), 1))
-            self._at_call, recorder.profiling = self._calls, True
-        except Exception as error:
-            state.remark(f"FLOPs could not be counted: {error}")
-        finally:
-            recorder.switch(before)
+        with self._own_work():
+            try:
+                self._flops = FlopCount(recorder, calls=max(len(state.optimizers), 1))
+                self._at_call, recorder.profiling = self._calls, True
+            except Exception as error:
+                state.remark(f"FLOPs could not be counted: {error}")
         return self._flops is not None
 
     def _stop_counting(self) -> None:
@@ -131,29 +144,27 @@ class StepProfiler:
             return
         self._at_call = self._calls
         recorder.wake()
-        before = recorder.switch(Activity.OBSERVER)
         kinds = torch.profiler.ProfilerActivity
         activities = [*([kinds.CPU] if self._deep else []), *([kinds.CUDA] if on_gpu else [])]
-        try:
-            if not self._deep:
-                self._meanwhile.enter_context(_releasing_cupti())
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self._profiler = torch.profiler.profile(activities=activities)
-                self._profiler.prepare_trace()
-            # Two profilers at once are an error: where the script starts its own, ours ends first.
-            patches = Patches()
-            self._meanwhile.callback(patches.restore)
-            patches.swap(torch.autograd.profiler.profile, "__init__", self._give_way)
-            if self._deep and on_gpu:
-                self._meanwhile.enter_context(_waits_by_line(torch, self._waits))
-            recorder.profiling = True
-            self._settles_at_ns = time.perf_counter_ns() + SETTLE_NS
-        except Exception as error:
-            self._profiler = None
-            self._end(error)
-        finally:
-            recorder.switch(before)
+        with self._own_work():
+            try:
+                if not self._deep:
+                    self._meanwhile.enter_context(_releasing_cupti())
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._profiler = torch.profiler.profile(activities=activities)
+                    self._profiler.prepare_trace()
+                # Two profilers at once are an error: where the script starts its own, ours ends first.
+                patches = Patches()
+                self._meanwhile.callback(patches.restore)
+                patches.swap(torch.autograd.profiler.profile, "__init__", self._give_way)
+                if self._deep and on_gpu:
+                    self._meanwhile.enter_context(_waits_by_line(torch, self._waits))
+                recorder.profiling = True
+                self._settles_at_ns = time.perf_counter_ns() + SETTLE_NS
+            except Exception as error:
+                self._profiler = None
+                self._end(error)
         if self._deep:
             self._trace()
 
@@ -162,17 +173,15 @@ class StepProfiler:
         self._settles_at_ns = None
         if self._profiler is None:
             return
-        before = self._recorder.switch(Activity.OBSERVER)
-        try:
-            if self._recorder.clock is not None:
-                self._torch.cuda.synchronize()  # what was queued before is not of these steps
-            self._profiler.start_trace()
-            self._at_call, self._evaluations = self._calls, self._recorder.evaluation.seen
-        except Exception as error:
-            self._profiler = None
-            self._end(error)
-        finally:
-            self._recorder.switch(before)
+        with self._own_work():
+            try:
+                if self._recorder.clock is not None:
+                    self._torch.cuda.synchronize()  # what was queued before is not of these steps
+                self._profiler.start_trace()
+                self._at_call, self._evaluations = self._calls, self._recorder.evaluation.seen
+            except Exception as error:
+                self._profiler = None
+                self._end(error)
 
     def _give_way(self, original: Function) -> Function:
         def init(profile: Any, *args: Any, **kwargs: Any) -> None:
@@ -188,25 +197,23 @@ class StepProfiler:
         if self._profiler is None:
             return
         recorder, profiler, self._profiler = self._recorder, self._profiler, None
-        before = recorder.switch(Activity.OBSERVER)
         steps = self._calls - self._at_call
         evaluated = recorder.evaluation.seen != self._evaluations
         problem = None
-        try:
-            profiler.stop_trace()
-            events = list(profiler.events())
-            if not evaluated or self._deep:
-                self._totals.add([event for event in events if _on_gpu(event)], steps)
-            recorder.state.kernels = self._totals.record()
-            if not recorder.state.replicas:  # DDP measures by itself, in more steps
-                recorder.state.communication = self._totals.communication()
-            if self._deep:
-                recorder.state.deep = deep_record(events, max(1, steps), recorder.state.kernels, self._waits)
-        except Exception as error:
-            problem = error
-        finally:
+        with self._own_work():
+            try:
+                profiler.stop_trace()
+                events = list(profiler.events())
+                if not evaluated or self._deep:
+                    self._totals.add([event for event in events if _on_gpu(event)], steps)
+                recorder.state.kernels = self._totals.record()
+                if not recorder.state.replicas:  # DDP measures by itself, in more steps
+                    recorder.state.communication = self._totals.communication()
+                if self._deep:
+                    recorder.state.deep = deep_record(events, max(1, steps), recorder.state.kernels, self._waits)
+            except Exception as error:
+                problem = error
             self._end(problem, again=evaluated)
-            recorder.switch(before)
 
     def _end(self, problem: Exception | None, again: bool = False) -> None:
         self._meanwhile.close()
