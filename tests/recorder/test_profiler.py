@@ -10,16 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.recorder.profiler import AGAIN, FlopCount, KernelTotals, StepProfiler, deep_record
+from fulltilt.recorder.profiler import AGAIN, FlopCount, Kernel, KernelTotals, StepProfiler, deep_record, kernels_among
 
 
-def kernel(name: str, start_us: float, end_us: float) -> Any:
-    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start_us, end=end_us))
+def test_annotations_are_no_kernels() -> None:
+    def event(name: str, kind: str, annotation: bool = False) -> Any:
+        told = {"name": name, "device_type": SimpleNamespace(name=kind), "is_user_annotation": annotation}
+        told |= {"start_ns": 5_000, "duration_ns": 2_000}
+        return SimpleNamespace(**{key: (lambda value=value: value) for key, value in told.items()})
+
+    events = [event("relu", "CUDA"), event("aten::relu", "CPU"), event("forward", "CUDA", annotation=True)]
+    assert kernels_among([*events, event("ProfilerStep#3", "CUDA")]) == [Kernel("relu", 5.0, 7.0)]
 
 
 def test_gaps_between_kernels_are_no_work() -> None:
     totals = KernelTotals()
-    totals.add([kernel("relu", 0, 10), kernel("relu", 15, 25), kernel("add", 20, 30)], steps=1)
+    totals.add([Kernel("relu", 0, 10), Kernel("relu", 15, 25), Kernel("add", 20, 30)], steps=1)
     record = totals.record()
     assert record is not None
     assert record.busy_s == pytest.approx(25e-6)
@@ -30,8 +36,8 @@ def test_gaps_between_kernels_are_no_work() -> None:
 
 def test_bursts_give_the_mean_step() -> None:
     totals = KernelTotals()
-    totals.add([kernel("Memcpy HtoD (Pinned -> Device)", 0, 30), kernel("sm90_bf16_gemm", 30, 60)], steps=3)
-    totals.add([kernel("sm90_bf16_gemm", 0, 15), kernel("f32_sgemm_gemm", 15, 20)], steps=1)
+    totals.add([Kernel("Memcpy HtoD (Pinned -> Device)", 0, 30), Kernel("sm90_bf16_gemm", 30, 60)], steps=3)
+    totals.add([Kernel("sm90_bf16_gemm", 0, 15), Kernel("f32_sgemm_gemm", 15, 20)], steps=1)
     record = totals.record()
     assert record is not None
     assert record.steps == 4
@@ -47,12 +53,11 @@ def test_nothing_seen_is_no_record() -> None:
 
 
 def test_deep_steps_tell_gaps_and_waits_by_line() -> None:
-    events = [kernel("relu", 0, 10), kernel("add", 30, 40), kernel("cudaStreamSynchronize", 0, 8)]
-    for event, kind in zip(events, ("CUDA", "CUDA", "CPU"), strict=True):
-        event.device_type = SimpleNamespace(name=kind)
+    kernels = [Kernel("relu", 0, 10), Kernel("add", 30, 40)]
+    events = [SimpleNamespace(name="cudaStreamSynchronize", time_range=SimpleNamespace(start=0, end=8))]
     totals = KernelTotals()
-    totals.add(events[:2], steps=2)
-    record = deep_record(events, 2, totals.record(), Counter({"train.py:7": 3, "train.py:9": 1}))
+    totals.add(kernels, steps=2)
+    record = deep_record(events, kernels, 2, totals.record(), Counter({"train.py:7": 3, "train.py:9": 1}))
     assert (record.step_s, record.gpu_busy_s, record.kernel_gaps_s) == pytest.approx((20e-6, 10e-6, 10e-6))
     assert [(line.where, line.seconds) for line in record.sync_calls] == [
         ("train.py:7", pytest.approx(3e-6)),

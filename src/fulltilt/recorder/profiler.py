@@ -15,7 +15,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from fulltilt.recorder.hooks import Function, Patches
 from fulltilt.recorder.marks import Activity
@@ -203,14 +203,18 @@ class StepProfiler:
         with self._own_work():
             try:
                 profiler.stop_trace()
-                events = list(profiler.events())
+                # As Kineto has them: torch's own, thousands of them, would take half a second.
+                raw = profiler.profiler.kineto_results.events()
                 if not evaluated or self._deep:
-                    self._totals.add([event for event in events if _on_gpu(event)], steps)
+                    self._totals.add(kernels_among(raw), steps)
                 recorder.state.kernels = self._totals.record()
                 if not recorder.state.replicas:  # DDP measures by itself, in more steps
                     recorder.state.communication = self._totals.communication()
                 if self._deep:
-                    recorder.state.deep = deep_record(events, max(1, steps), recorder.state.kernels, self._waits)
+                    found = list(profiler.events())
+                    recorder.state.deep = deep_record(
+                        found, kernels_among(raw), max(1, steps), recorder.state.kernels, self._waits
+                    )
             except Exception as error:
                 problem = error
             self._end(problem, again=evaluated)
@@ -318,6 +322,26 @@ class FlopCount:
         return counted / self.calls if counted else None
 
 
+class Kernel(NamedTuple):
+    """A kernel or copy that the GPU ran."""
+
+    name: str
+    start_us: float
+    end_us: float
+
+
+def kernels_among(events: Iterable[Any]) -> list[Kernel]:
+    """What the GPU ran, of Kineto's events."""
+    found = []
+    for event in events:
+        # Annotations stretch over the kernels of a whole phase; they are no work of their own.
+        if event.device_type().name == "CUDA" and not event.is_user_annotation():
+            name, start_us = event.name(), event.start_ns() * 1e-3
+            if not name.startswith(("ProfilerStep", "Optimizer.")):
+                found.append(Kernel(name, start_us, start_us + event.duration_ns() * 1e-3))
+    return found
+
+
 class KernelTotals:
     """Kernels of all bursts so far."""
 
@@ -327,7 +351,7 @@ class KernelTotals:
         self._exchange_us = self._exposed_us = 0.0
         self._by_name: dict[str, float] = {}
 
-    def add(self, kernels: list[Any], steps: int) -> None:
+    def add(self, kernels: list[Kernel], steps: int) -> None:
         """Take in a burst of so many steps."""
         if not kernels or steps <= 0:
             return
@@ -341,7 +365,7 @@ class KernelTotals:
         own = [event for event in kernels if not event.name.startswith((*COPIES, *COLLECTIVES))]
         self._exposed_us += kernels_us - _covered(own)
         for event in kernels:
-            length = _length(event)
+            length = event.end_us - event.start_us
             self._by_name[event.name] = self._by_name.get(event.name, 0.0) + length
             if event.name.startswith(COPIES):
                 self._copies_us += length
@@ -372,12 +396,16 @@ class KernelTotals:
         )
 
 
-def deep_record(events: list[Any], steps: int, seen: KernelRecord | None, waits: Counter[str]) -> DeepRecord:
+def deep_record(
+    events: list[Any], kernels: list[Kernel], steps: int, seen: KernelRecord | None, waits: Counter[str]
+) -> DeepRecord:
     """What a profile of ``steps`` steps says, per step. ``waits`` counts the synchronising calls by line."""
-    timed = [event for event in events if _on_gpu(event)] if seen is not None else events
-    first = min((event.time_range.start for event in timed), default=0.0)
-    last = max((event.time_range.end for event in timed), default=0.0)
-    step_s, busy_s = (last - first) * 1e-6 / steps, _covered(timed) * 1e-6 / steps
+    ranges = [(event.time_range.start, event.time_range.end) for event in events]
+    if seen is not None:
+        ranges = [(kernel.start_us, kernel.end_us) for kernel in kernels]
+    first = min((begin for begin, _ in ranges), default=0.0)
+    last = max((end for _, end in ranges), default=0.0)
+    step_s, busy_s = (last - first) * 1e-6 / steps, _covered(kernels) * 1e-6 / steps
     if seen is None:
         top = _top((event.name, event.self_cpu_time_total / steps) for event in events if "::" in event.name)
         return DeepRecord(steps, step_s, None, None, None, None, None, top_kernels=top)
@@ -394,21 +422,10 @@ def deep_record(events: list[Any], steps: int, seen: KernelRecord | None, waits:
     )
 
 
-def _on_gpu(event: Any) -> bool:
-    if getattr(event.device_type, "name", "CPU") != "CUDA":
-        return False
-    # Annotations stretch over the kernels of a whole phase; they are no work of their own.
-    return not (getattr(event, "is_user_annotation", False) or event.name.startswith(("ProfilerStep", "Optimizer.")))
-
-
-def _length(event: Any) -> float:
-    return float(event.time_range.end - event.time_range.start)
-
-
-def _covered(events: list[Any]) -> float:
-    """The length of the union of what events cover."""
+def _covered(kernels: list[Kernel]) -> float:
+    """The length of the union of what they cover."""
     total = reached = 0.0
-    for begin, end in sorted((event.time_range.start, event.time_range.end) for event in events):
+    for begin, end in sorted((kernel.start_us, kernel.end_us) for kernel in kernels):
         start = max(begin, reached)
         if end > start:
             total += end - start
@@ -426,7 +443,8 @@ def _top(costs: Iterable[tuple[str, float]]) -> tuple[HotLine, ...]:
 
 def _wait_lines(events: list[Any], steps: int, waits: Counter[str]) -> tuple[HotLine, ...]:
     """Synchronising calls by line. The time in all of them is shared out by how often each line made one."""
-    total_s = sum(_length(event) for event in events if event.name in WAITS) * 1e-6 / steps
+    ranges = [event.time_range for event in events if event.name in WAITS]
+    total_s = sum(one.end - one.start for one in ranges) * 1e-6 / steps
     calls = sum(waits.values())
     return tuple(
         HotLine(where, "", total_s * count / calls, f"{count} times") for where, count in waits.most_common(10)
