@@ -15,7 +15,17 @@ from fulltilt.train import checkpoint, cuda_graphs, optimizers, train_state, wei
 from fulltilt.train.checkpoint import KeepPolicy, Writer, check_space, newest_complete
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import BatchSource, make_source
-from fulltilt.train.distributed import Group, LossModule, Replicated, Sharded, SingleProcess, detect, device_of, divided
+from fulltilt.train.distributed import (
+    Group,
+    LossModule,
+    Replicated,
+    Sharded,
+    SingleProcess,
+    detect,
+    device_of,
+    divided,
+    divides_the_model,
+)
 from fulltilt.train.guards import Guard, MicroBatch
 from fulltilt.train.job import Job, Stage, samples_in, stage_at, trainable
 from fulltilt.train.metrics_log import EpochTotals
@@ -182,9 +192,7 @@ def build(
 def _stepper(job: Job, settings: TrainSettings, group: Group, screen: Screen, cleanup: contextlib.ExitStack) -> Stepper:
     """The model where it is trained, with everything that a step needs but the optimizer, which a stage brings."""
     device = group.device
-    sharded = settings.fsdp and not group.alone
-    if settings.fsdp and group.alone:
-        screen.say("fsdp: a single rank has nobody to divide the model with, so it stays whole")
+    sharded = divides_the_model(settings.fsdp, group, screen.say)
     memory_format = torch.channels_last if settings.channels_last else torch.preserve_format
     # A model that does not fit into one GPU goes there part by part.
     model = job.model.to(device="cpu" if sharded else device, memory_format=memory_format)  # type: ignore[call-overload]

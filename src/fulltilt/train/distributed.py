@@ -166,6 +166,13 @@ class Group:
             dist.destroy_process_group()
 
 
+def divides_the_model(fsdp: bool, group: Group, say: Callable[[str], None]) -> bool:
+    """Whether the ranks divide the model among them (FSDP)."""
+    if fsdp and group.alone:
+        say("fsdp: a single rank has nobody to divide the model with, so it stays whole")
+    return fsdp and not group.alone
+
+
 def lost_contact(error: BaseException) -> bool:
     """True for a collective that failed because another rank has gone."""
     signs = ("closed by peer", "reset by peer", "Broken pipe", "gloo/transport", "NCCL", "TCPStore")
