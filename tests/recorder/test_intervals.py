@@ -598,3 +598,29 @@ def test_time_at_rest_is_no_phase_and_the_mean_step_keeps_its_length(measured: i
             seconds += phases.load_s + phases.forward_s + phases.backward_s + phases.optimizer_s + phases.other_s
     assert steps >= 100
     assert seconds / steps == pytest.approx(0.004, rel=0.05)
+
+
+def test_a_long_stretch_at_rest_on_a_gpu_does_not_lengthen_the_mean_step() -> None:
+    loop = started_on_gpu()
+    for _ in range(120):
+        gpu_step(loop, wait=0, queue=1, work=4)
+    for _ in range(10):
+        loop.mark(Activity.REST, None, Point.STEP)
+        for _ in range(10):  # ten steps are queued, then the host is busy for longer than the GPU with them
+            loop.spend(10, 40)
+            loop.mark(Activity.USER)
+            loop.spend(60)
+            loop.mark(Activity.REST, BookedAtRest(60 * MS))
+        loop.mark(Activity.USER, Rested(100, {}), Point.STEP)
+        for _ in range(16):
+            gpu_step(loop, wait=0, queue=1, work=4)
+    steps = gpu_s = 0.0
+    for interval in loop.finish():
+        phases = attribute(interval, TORCH, Usual()).phases
+        if interval.steps and phases is not None:
+            assert phases.gpu_busy_s is not None
+            assert phases.gpu_idle_s is not None
+            steps += interval.steps
+            gpu_s += phases.gpu_busy_s + phases.gpu_idle_s
+    assert steps >= 120
+    assert gpu_s / steps == pytest.approx(0.004, rel=0.2)

@@ -128,8 +128,10 @@ def _stretched(phases: Phases | None, interval: Interval, rest_s: float) -> Phas
     if phases is None:
         return None
     # What was booked at rest stands for itself alone.
-    booked = {} if interval.gpu else {label: ns * NS for label, ns in interval.at_rest_ns.items()}
+    booked = {label: ns * NS for label, ns in interval.at_rest_ns.items()}
     itself = {"load_s": booked.get("data_wait", 0.0), "other_s": min(booked.get("user", 0.0), phases.other_s)}
+    if phases.gpu_idle_s is not None:
+        itself["gpu_idle_s"] = min(sum(booked.values()), phases.gpu_idle_s)
     measured_s = (interval.t1_ns - interval.t0_ns) * NS - rest_s - sum(booked.values())
     # A piece of a step (what lies around a rest) does not divide as a step does.
     if measured_s <= 0 or measured_s * interval.steps < measured_s + rest_s:
