@@ -80,7 +80,7 @@ def test_several_runs_get_a_comparison_page_here(report):
     code, out, _ = report(folder("starved"), folder("healthy"))
     assert code == 0
     assert "2 runs side by side" in out
-    assert "speed against the first" in out
+    assert "relative speed, after start-up" in out
     assert "2 runs side by side" in Path("fulltilt-report.html").read_text(encoding="utf-8")
     assert not Path("starved/report.html").exists()
 

@@ -139,7 +139,7 @@ def test_the_table_has_settings_use_memory_and_speed():
     assert rows["GPU use"].cells == ("34 %", "97 %")
     assert rows["GPU memory, peak"].cells == ("7.9 GiB", "7.9 GiB")
     assert rows["samples/s"].cells == ("132", "403")
-    assert rows["speed against the first"].cells == ("1.00 ×", "3.05 ×")
+    assert rows["relative speed, after start-up"].cells == ("1.00 ×", "3.05 ×")
     assert rows["num_workers"].differs
     assert not rows["batch_size"].differs
 
@@ -158,7 +158,7 @@ def test_runs_that_do_not_know_their_samples_are_compared_by_their_steps():
     run, diagnosis = examples.healthy()
     slow, fast = (dataclasses.replace(diagnosis, throughput=Throughput(None, rate, 9, None)) for rate in (2.0, 5.0))
     rows = {row.name: row for row in compare([(run, slow), (run, fast)])}
-    assert rows["speed against the first"].cells == ("1.00 ×", "2.50 ×")
+    assert rows["relative speed, after start-up"].cells == ("1.00 ×", "2.50 ×")
 
 
 def test_what_no_run_has_is_left_out():
@@ -171,7 +171,7 @@ def test_what_no_run_has_is_left_out():
 def test_a_run_without_steps_can_be_compared():
     rows = {row.name: row for row in compare([examples.crashed(), examples.starved()])}
     assert rows["samples/s"].cells == ("–", "132")
-    assert "speed against the first" not in rows
+    assert "relative speed, after start-up" not in rows
 
 
 def test_runs_of_one_script_are_told_apart_by_their_folders():

@@ -22,6 +22,7 @@ class Row:
     name: str
     cells: tuple[str, ...]
     differs: bool
+    is_setting: bool
 
 
 def told_apart(runs: Sequence[Reported]) -> tuple[str, ...]:
@@ -45,7 +46,8 @@ def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:
     """The rows of the table: settings first, then what came of them. Rows that no run has are left out."""
     answers = [diagnosis for _, diagnosis in runs]
     rows: list[tuple[str, list[str]]] = []
-    for name in dict.fromkeys(name for answer in answers for name, _ in answer.settings):
+    settings = dict.fromkeys(name for answer in answers for name, _ in answer.settings)
+    for name in settings:
         rows.append((name, [setting(dict(answer.settings).get(name)) for answer in answers]))
     rows += [(name, [RUN_FIGURES[name](answer) for answer in answers]) for name in _USE]
     for bucket, tint in BUCKET_TINTS.items():
@@ -53,9 +55,9 @@ def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:
         if bucket in _ALWAYS or (bucket != "startup_s" and any((share or 0.0) >= _WORTH_A_ROW for share in shares)):
             rows.append((f"{tint.label}, after start-up", [percent(share) for share in shares]))
     rows += [(name, [RUN_FIGURES[name](answer) for answer in answers]) for name in _SPEED]
-    rows.append(("speed against the first", _against_first(answers)))
+    rows.append(("relative speed, after start-up", _against_first(answers)))
     told = [(name, cells) for name, cells in rows if any(cell != NOT_MEASURED for cell in cells)]
-    return tuple(Row(name, tuple(cells), differs=len(set(cells)) > 1) for name, cells in told)
+    return tuple(Row(name, tuple(cells), len(set(cells)) > 1, name in settings) for name, cells in told)
 
 
 def _against_first(answers: Sequence[Diagnosis]) -> list[str]:

@@ -31,11 +31,25 @@ def in_colour(console: Console) -> bool:
     return console.color_system is not None and not console.no_color
 
 
-def fill(tint: Tint, place: int, colour: bool) -> tuple[str, str]:
-    """The character and the style of a segment. Without colour, patterns go by ``place``: neighbours differ."""
-    if colour:
-        return "█", tint.colour
-    return {"compute": "█", "data wait": "░"}.get(tint.label, "▓▒"[place % 2]), ""
+# Each bucket's own, also where the console has to do without block characters.
+PATTERNS = {
+    "start-up": ":",
+    "data wait": "░",
+    "transfer": ">",
+    "compute": "█",
+    "sync": "|",
+    "host code": "▒",
+    "validation": "▓",
+    "checkpoint": "&",
+    "epoch turn-over": "~",
+    "communication": "%",
+    "unattributed": "?",
+}
+
+
+def fill(tint: Tint, colour: bool) -> tuple[str, str]:
+    """The character and the style of a segment."""
+    return ("█", tint.colour) if colour else (PATTERNS[tint.label], "")
 
 
 def split_cells(lengths: Sequence[float], width: int) -> list[int]:
@@ -57,11 +71,11 @@ def bucket_parts(buckets: Buckets, order: Iterable[str]) -> list[tuple[Tint, flo
 
 
 def ledger_bar(parts: Sequence[tuple[Tint, float]], width: int, colour: bool) -> Text:
-    """One line in which each part has its share of ``width`` characters. Empty parts keep their place and pattern."""
+    """One line in which each part has its share of ``width`` characters."""
     bar = Text(no_wrap=True)
     cells = split_cells([length for _, length in parts], width)
-    for place, ((tint, _), count) in enumerate(zip(parts, cells, strict=True)):
-        character, style = fill(tint, place, colour)
+    for (tint, _), count in zip(parts, cells, strict=True):
+        character, style = fill(tint, colour)
         bar.append(character * count, style)
     return bar
 
@@ -295,8 +309,8 @@ def _show_ledger(console: Console, ledger: Ledger, colour: bool) -> None:
     table.add_column(justify="right")
     table.add_column(justify="right")
     decimals = run_view.decimals(ledger.wall_s)
-    for place, (tint, size) in enumerate(parts):
-        character, style = fill(tint, place, colour)
+    for tint, size in parts:
+        character, style = fill(tint, colour)
         label = Text(character * 2, style).append(f" {tint.label}", "default")
         row: list[Text | str] = [label, f"{size:.{decimals}f} s", figures.percent(size / ledger.wall_s)]
         if console.width >= 100:
@@ -342,10 +356,14 @@ def _show_comparison(console: Console, runs: Sequence[Reported], colour: bool) -
     names = [clean(name) for name in told_apart(runs)]
     for name in names:
         table.add_column(Text(name), justify="right", overflow="fold")
-    for row in compare(runs):
-        cells = [Text(one_line(cell)) for cell in (row.name, *row.cells)]
-        table.add_row(*cells, style="" if row.differs else "dim")
+    rows = compare(runs)
+    for row in rows:
+        if row.differs or not row.is_setting:
+            cells = [Text(one_line(cell)) for cell in (row.name, *row.cells)]
+            table.add_row(*cells, style="" if row.differs else "dim")
     console.print(table)
+    if alike := [f"{row.name}={one_line(row.cells[0])}" for row in rows if row.is_setting and not row.differs]:
+        console.print(Text(f"The same in all: {f' {BULLET} '.join(alike)}", "dim"))
     order = [name for name in BUCKETS if any(getattr(answer.ledger.buckets, name) > 0 for _, answer in runs)]
     for name, (_, diagnosis) in zip(names, runs, strict=True):
         heading(console, name, figures.seconds(diagnosis.ledger.wall_s))
@@ -354,8 +372,8 @@ def _show_comparison(console: Console, runs: Sequence[Reported], colour: bool) -
         for finding in diagnosis.findings[:1]:
             console.print(hanging(ARROW, Text(clean(finding.fix), "green"), indent=0))
     legend = Text()
-    for place, name in enumerate(order):
-        character, style = fill(BUCKET_TINTS[name], place, colour)
+    for name in order:
+        character, style = fill(BUCKET_TINTS[name], colour)
         legend.append(character * 2, style).append(f" {BUCKET_TINTS[name].label}  ", "dim")
     console.print()
     console.print(legend)
