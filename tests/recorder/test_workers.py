@@ -19,6 +19,7 @@ from fulltilt.recorder.loaders.workers import (
     EARLY_SAMPLES,
     SAMPLE_EVERY_S,
     FetchMeter,
+    FilesRead,
     Mailbox,
     WorkerTotals,
     checked,
@@ -142,6 +143,22 @@ def damaged() -> list[bytes]:
     messages += [{**GOOD, "lines": [line]}, {**GOOD, "batches": True}, {**GOOD, "idle_s": 10**400}]
     plain = [b"", b"\x00\xff\xfe", b"[]", b"null", b"7", b'"fetch"', b"{", b"[" * 50_000, b'{"pid": ' + b"9" * 9000]
     return [*plain, *(json.dumps(message).encode() for message in messages)]
+
+
+def test_where_the_files_lie_that_a_worker_reads_is_told_once(tmp_path: Path) -> None:
+    read = FilesRead()
+    assert read.take() is None
+    for number in range(8):
+        folder = tmp_path / "pictures" / f"class-{number}"
+        folder.mkdir(parents=True)
+        (folder / "1.jpg").write_bytes(b"a picture")
+        with (folder / "1.jpg").open("rb"), (tmp_path / "log.txt").open("a"):
+            read.look()
+    found = read.take()
+    assert found is not None
+    assert found.path == str(tmp_path / "pictures")
+    assert found.filesystem is not None
+    assert read.take() is None
 
 
 def test_forged_messages_are_dropped_and_counted() -> None:

@@ -283,6 +283,12 @@ def _free_bytes(path: Path) -> int | None:
         return None
 
 
+def place_of(folder: str) -> StorageReading:
+    """What a folder lies on; nothing of it is read."""
+    filesystem, device, kind = _place(Path(folder).resolve(), Path("/"))
+    return StorageReading(folder, filesystem, device, kind)
+
+
 def _place(path: Path, root: Path) -> tuple[str | None, str | None, Kind]:
     """File system, device and kind of what ``path`` lies on."""
     mounts = read_mounts(root)

@@ -421,7 +421,7 @@ class WorkerRecord:
     """All workers of one loader on one rank together: what they did and which lines cost it.
 
     ``reads`` are their calls to read, ``read_bytes`` what of it came from storage; ``cpus``, those that any of them may
-    run on.
+    run on; ``data``, where the files lie that they read.
     """
 
     loader_id: int
@@ -440,6 +440,7 @@ class WorkerRecord:
     read_bytes_by_pass: tuple[int, ...] = ()
     cpus: int | None = None
     growth: MemoryGrowthRecord | None = None
+    data: StorageReading | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -674,7 +675,6 @@ class RunRecord:
     wall_s: float | None = None
     exit_code: int | None = None
     asked: Settings = field(default_factory=Settings)
-    data: StorageReading | None = None
     ended_by: str | None = None
     oom_kills: int = 0
     task: Task | None = None

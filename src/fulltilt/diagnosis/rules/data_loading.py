@@ -317,22 +317,37 @@ def _storage_facts(evidence: Evidence) -> list[str]:
     if read is not None and read >= LIMITS.storage_read_bytes_per_s * evidence.active_s:
         facts.append(f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s")
     elif read is not None:
-        facts.append(f"the workers read only {size(read)} from storage: they wait for a lock, a sleep or a service")
+        others = "the network file system" if _over_network(evidence) else "a lock, a sleep or a service"
+        facts.append(f"the workers read only {size(read)} from storage: they wait for {others}")
     return [*facts, *_storage_kind(evidence)]
 
 
+_KINDS = {
+    "network": "on a network file system",
+    "hdd": "on a hard disk",
+    "ssd": "on an SSD",
+    "nvme": "on an NVMe disk",
+    "tmpfs": "in RAM",
+    "overlay": "in the layers of a container",
+}
+
+
 def _storage_kind(evidence: Evidence) -> list[str]:
-    data = evidence.run.run.data
-    if data is None or data.kind == "unknown":
+    data = evidence.workers.data if evidence.workers else None
+    if data is None or data.kind not in _KINDS:
         return []
-    return [f"the data in {data.path} lies on {data.kind} ({data.filesystem or 'file system unknown'})"]
+    return [f"the files in {data.path} lie {_KINDS[data.kind]} ({data.filesystem or 'of unknown type'})"]
+
+
+def _over_network(evidence: Evidence) -> bool:
+    data = evidence.workers.data if evidence.workers else None
+    return data is not None and data.kind == "network"
 
 
 def _stage_data(evidence: Evidence) -> str:
-    data = evidence.run.run.data
-    if data and data.kind not in ("tmpfs", "unknown") and data.fits_in_ram and data.total_bytes:
-        return f" Its {size(data.total_bytes)} fit in RAM: copying {data.path} to a RAM disk ends the waiting."
-    return ""
+    if evidence.workers is None or evidence.workers.data is None or not _over_network(evidence):
+        return ""
+    return f" Or copy {evidence.workers.data.path} to a disk of this machine before the job."
 
 
 # Where nothing but the source tells: calls into C, and libraries that sleep until a file is free.
@@ -527,7 +542,7 @@ def slow_storage(evidence: Evidence) -> Judgement:
     fix = (
         "Read fewer and larger pieces: pack the samples into files of some hundred megabytes (tar shards for "
         "WebDataset, LMDB, HDF5, Parquet) and read those in sequence. A small read costs the storage about as much "
-        f"time as a megabyte does. Or copy the data to a faster disk first.{_stage_data(evidence)}"
+        f"time as a megabyte does.{_stage_data(evidence) or ' Or copy the data to a faster disk first.'}"
     )
     where = line.where if line else loader.where
     return _waiting(evidence, "slow_storage", facts, fix, where, gain_without_wait(evidence))

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from fulltilt import store
 from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, stack_of, view_of
 from fulltilt.recorder.user_code import leave_out_ours
-from fulltilt.records import HotLine, MemoryGrowthRecord, WorkerRecord
+from fulltilt.records import HotLine, MemoryGrowthRecord, StorageReading, WorkerRecord
 
 # A stack sample costs the worker 0.4 ms: often at first, so that short jobs have their lines, then rarely.
 EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 500, 0.02
@@ -36,6 +37,9 @@ LARGEST_DATAGRAM = 65_536
 QUEUE_BYTES = 1 << 20  # what many workers that end together tell at once
 MOST_PASSES = 16  # whose reads are told apart
 STEADY = 0.5  # growth is steady where its rate has not fallen by more than half
+# Where a worker's files lie is told when so many have been seen, or after so many looks.
+ENOUGH_FILES, LOOKS_FOR_FILES = 8, 100
+NO_DATA = ("/proc/", "/sys/", sys.prefix, sys.base_prefix)
 LARGEST_FIGURE = 1 << 60  # more bytes, batches or seconds than any job has; NaN is not below it either
 
 # The worker loops by the module that holds them. A forked worker inherits them from here; a spawned one imports them.
@@ -53,7 +57,7 @@ class WorkerMessage:
     """What one worker did since its last message.
 
     ``read_bytes`` (from storage) and ``reads`` (calls, of whatever) are totals, ``pss_bytes``, ``private_bytes``
-    and ``shared_bytes`` levels; ``cpus`` are those that it may run on.
+    and ``shared_bytes`` levels; ``cpus`` are those that it may run on. ``data`` is told once: where its files lie.
     """
 
     loader: int
@@ -71,6 +75,7 @@ class WorkerMessage:
     shared_bytes: int | None
     cpus: tuple[int, ...] | None
     lines: tuple[HotLine, ...]
+    data: StorageReading | None = None
 
 
 class Mailbox:
@@ -111,7 +116,7 @@ def checked(data: bytes) -> WorkerMessage | None:
         message = store.decode(WorkerMessage, json.loads(data))
     except (ValueError, RecursionError):
         return None
-    figures: list[float | None] = [getattr(message, field.name) for field in fields(message)[:-2]]
+    figures: list[float | None] = [getattr(message, field.name) for field in fields(message)[:-3]]
     figures += [*(message.cpus or ()), *(line.seconds for line in message.lines)]
     return message if all(figure is None or 0 <= figure < LARGEST_FIGURE for figure in figures) else None
 
@@ -151,6 +156,7 @@ class FetchMeter:
         self._counting = threading.Lock()  # fetches go on while a message is made
         self._since = Clocks()
         self._fetched = Fetched()
+        self._files = FilesRead()
 
     def fetch(self, original: Callable[..., Any], *args: Any) -> Any:
         """One fetch, measured."""
@@ -203,6 +209,7 @@ class FetchMeter:
                 if view is not None:
                     self._lines.add(view, min(since, 5 * every_s))
                 sampled += 1
+                self._files.look()
             every_s = lock_turns.every_s(EARLY_SAMPLE_EVERY_S if sampled < EARLY_SAMPLES else SAMPLE_EVERY_S)
             if now >= next_send:
                 next_send = now + SEND_EVERY_S
@@ -254,9 +261,40 @@ class FetchMeter:
             shared_bytes=shared_bytes,
             cpus=allowed_cpus() if pss_bytes is not None else None,
             lines=lines,
+            data=self._files.take(),
         )
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(store.encode(message), separators=(",", ":")).encode())
+
+
+class FilesRead:
+    """Finds out where the files lie that this worker reads: which it has open for reading when it is looked at."""
+
+    def __init__(self) -> None:
+        self._folders: list[str] = []
+        self._looks = LOOKS_FOR_FILES
+
+    def look(self) -> None:
+        """See what is open now."""
+        if not self._looks:
+            return
+        import psutil
+
+        self._looks -= 1
+        with contextlib.suppress(OSError, psutil.Error):
+            read = [file.path for file in psutil.Process().open_files() if getattr(file, "mode", "") == "r"]
+            self._folders += {str(Path(path).parent) for path in read if not path.startswith(NO_DATA)}
+
+    def take(self) -> StorageReading | None:
+        """What the files lie on; None where none was seen yet, and once it has been told."""
+        if not self._folders or (self._looks and len(self._folders) < ENOUGH_FILES):
+            return None
+        self._looks = 0
+        from fulltilt.probes.storage import place_of
+
+        shared, common = os.path.commonpath(self._folders), Counter(self._folders).most_common(1)[0][0]
+        self._folders = []
+        return place_of(shared if shared != os.path.sep else common)
 
 
 def _read_so_far() -> tuple[int | None, int | None]:
@@ -350,6 +388,7 @@ class WorkerTotals:
     # last three.
     memory: dict[int, list[tuple[float, int, int, int]]] = field(default_factory=dict)
     read_in_pass: dict[int, int] = field(default_factory=dict)
+    data: StorageReading | None = None
     _batches_of: Counter[int] = field(default_factory=Counter)
     lines: LineTimes = field(default_factory=LineTimes)
     growth: LineGrowth = field(init=False)
@@ -370,6 +409,7 @@ class WorkerTotals:
         self._batches_of[message.pid] += message.batches
         if message.reads is not None:
             self.reads[message.pid] = message.reads
+        self.data = self.data or message.data
         if message.cpus is not None:
             self.cpus[message.pid] = message.cpus
         if message.private_bytes is not None:
@@ -406,6 +446,7 @@ class WorkerTotals:
             read_bytes_by_pass=tuple(size for _, size in sorted(self.read_in_pass.items())),
             cpus=len(set().union(*self.cpus.values())) if self.cpus else None,
             growth=self._memory_growth(),
+            data=self.data,
         )
 
     def _memory_growth(self) -> MemoryGrowthRecord | None:
