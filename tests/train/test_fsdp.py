@@ -14,6 +14,7 @@ import torch
 from fulltilt.train import checkpoint, distributed
 from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.distributed import blocks
+from fulltilt.train.weight_import import read_weights
 from tests.faults import ranks, victim
 from tests.faults.ranks import exit_codes
 from tests.faults.test_numbers import Poisoned
@@ -124,9 +125,14 @@ def test_what_two_ranks_saved_in_shards_one_two_and_four_resume(prepare: Any, ro
     asked = {"settings": settings, "prepare": prepare}
     assert exit_codes(tmp_path / "whole", 2, **asked) == [0, 0], victim.told(tmp_path / "whole")
     assert exit_codes(tmp_path / "cut", 2, **asked, on_step=stop_rank_0) == [3, 3]
-    files = {file.name for file in checkpoint.folders(tmp_path / "cut" / "checkpoints")[0].iterdir()}
+    saved = checkpoint.folders(tmp_path / "cut" / "checkpoints")[0]
+    files = {file.name for file in saved.iterdir()}
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= files
     assert checkpoint.MODEL_FILE not in files
+    found, _ = read_weights(saved / checkpoint.MODEL_FILE)  # as a second stage asks for them
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        name: tensor.tolist() for name, tensor in checkpoint.load(saved)[0].items()
+    }
     assert len(victim.chain(tmp_path / "cut")) <= 6 < len(victim.chain(tmp_path / "whole"))
     expected = weights(tmp_path / "whole")
     for world in (1, 2, 4):

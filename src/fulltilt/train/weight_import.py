@@ -99,11 +99,12 @@ def load_weights(model: torch.nn.Module, path: Path) -> WeightMatch:
 def place_of(path: Path) -> Path:
     """What a path to resume from stands for: the folder of a run for its newest checkpoint, any other for itself.
 
+    So does the file of weights of a checkpoint, also of one that has them in shards.
     Raises UsageError when nothing is there, MachineError when no checkpoint of a run is intact.
     """
     if _REMOTE.match(str(path)):
         raise UsageError(f"{path} is not on this machine", "Download it first.")
-    if not path.exists():
+    if not path.exists() and not _is_in_shards(path):
         raise UsageError(f"{path} does not exist", _WHAT_TO_GIVE)
     for root in (path / "checkpoints", path):
         if root.is_dir() and checkpoint.folders(root) and (found := newest_complete(root).checkpoint):
@@ -111,11 +112,18 @@ def place_of(path: Path) -> Path:
     return path
 
 
+def _is_in_shards(path: Path) -> bool:
+    """Whether it is the file of weights that a checkpoint would have, were they not in shards."""
+    named = path.name == checkpoint.MODEL_FILE and (path.parent / checkpoint.MANIFEST_FILE).exists()
+    return named and not path.exists()
+
+
 def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
     """The named tensors of a checkpoint folder or file, and the names of what else it holds. Raises UsageError."""
     path = place_of(path)
-    if (path / checkpoint.MANIFEST_FILE).exists():
-        return checkpoint.load(path)[0], ("the rest of the state",)
+    folder = path.parent if _is_in_shards(path) else path
+    if (folder / checkpoint.MANIFEST_FILE).exists():
+        return checkpoint.load(folder)[0], ("the rest of the state",)
     if path.is_dir():
         there = [path / name for name in _FOLDER_FILES if (path / name).is_file()]
         if not there:

@@ -17,6 +17,7 @@ from fulltilt.recipes.cod.data import Pictures, pairs
 from fulltilt.recipes.cod.metrics import measure
 from fulltilt.recipes.cod.model import blocks as blocks_of
 from fulltilt.recipes.recipe import Request
+from fulltilt.train.checkpoint import MODEL_FILE
 from fulltilt.train.job import Job, Stage
 from fulltilt.train.weight_import import place_of
 
@@ -43,7 +44,7 @@ def run(request: Request) -> Mapping[str, float]:
         begin = place_of(request.resume_from)
         if begin.is_dir():
             # Stage 2 begins at its beginning, with these weights: the position in the other run means nothing here.
-            request = replace(request, resume_from=begin / "model.safetensors")
+            request = replace(request, resume_from=begin / MODEL_FILE)
     return request.train(build(request))
 
 
