@@ -113,7 +113,7 @@ class Steps:
         diagnosis = answer(store.load(folder))
         self.tell(diagnosis.verdict.sentence)
         if diagnosis.findings:
-            self.tell(f"→ {diagnosis.findings[0].fix.partition('). ')[0]})")
+            self.tell(f"→ {diagnosis.findings[0].fix}")
 
     def compare(self, tuned: Path, before: list[str], after: list[str]) -> None:
         """Before and after, as live tuning measured them in one job; and whether the training was the same."""

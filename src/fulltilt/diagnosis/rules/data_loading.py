@@ -77,7 +77,8 @@ def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
 
 def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
     needed = f"{count('worker', plan.needed)} would hide it"
-    room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
+    idle = ", which mostly wait," if plan.allowed > evidence.usable_cpus else ""
+    room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)}{idle} beside the training"
     if plan.needed <= plan.allowed:
         return f"{needed}; {room}"
     if plan.needed > LIMITS.out_of_reach * plan.allowed:
