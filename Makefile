@@ -41,7 +41,7 @@ test-clients: setup
 test-search: setup
 	HYPOTHESIS_PROFILE=search $(RUN)/python -m pytest -n 2 -m "hypothesis and not gpu"
 
-# The longer suite: a hundred kills in each of eight configurations, ten thousand damaged checkpoints, ranks, studies. About 25 minutes.
+# The longer suite: a hundred kills in each of eight configurations, ten thousand damaged checkpoints, ranks, studies. About an hour.
 test-faults: setup
 	$(RUN)/python -m pytest -p no:xdist -m "slow and not recipes and not kills" tests/faults tests/train tests/feed tests/tuning tests/cli tests/recipes tests/test_benches.py tests/test_examples.py
 
