@@ -162,7 +162,7 @@ def test_where_the_files_lie_that_a_worker_reads_is_told_once(tmp_path: Path) ->
 
 
 def test_forged_messages_are_dropped_and_counted() -> None:
-    taps: Any = SimpleNamespace(mailbox=Mailbox(), all=[SimpleNamespace(pass_of_message=1)])
+    taps: Any = SimpleNamespace(mailbox=Mailbox(), all=[SimpleNamespace(pass_of_message=1, described={})])
     state = RankState(torch)
     state.taps = taps
     sending = taps.mailbox.opened()

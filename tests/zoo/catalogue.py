@@ -28,7 +28,7 @@ class Specimen:
     measured: tuple[str, ...] = ()
     shares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     launch: Literal["script", "module", "torchrun"] = "script"
-    surroundings: Literal["plain", "small_shm", "little_memory", "neighbour"] = "plain"
+    surroundings: Literal["plain", "small_shm", "little_memory", "slow_disk", "neighbour"] = "plain"
     marked_in: str | None = None
     counts_samples: bool = True
     exit_code: int = 0
@@ -67,7 +67,7 @@ CATALOGUE = (
     Specimen("own_prefetch_slow.py", "input_serial", measured=("data_wait",)),
     Specimen("worker_decode.py", "input_cpu_bound", measured=("data_wait",)),
     Specimen("worker_waits.py", "input_io_bound", measured=("data_wait",)),
-    Specimen("cold_first_pass.py", "slow_storage"),
+    Specimen("cold_first_pass.py", "slow_storage", surroundings="slow_disk"),
     Specimen("iterable_workers.py", "input_io_bound", measured=("data_wait",)),
     Specimen("numpy_collate.py", "input_handover", measured=("data_wait",)),
     Specimen("tiny_epochs.py", "epoch_restart", measured=("epoch_turnover",)),

@@ -23,6 +23,7 @@ UNATTRIBUTED_TOLERANCE = 0.03
 SHARE_TOLERANCE = 0.05
 CPUS = 2
 SHM_MEGABYTES = 16
+READS_PER_S = 5000
 MEMORY_LIMIT_BYTES = 2_000_000_000
 LONGEST_S = 90
 
@@ -144,7 +145,9 @@ def _surroundings(specimen: Specimen) -> Iterator[tuple[list[str], Callable[[], 
         if specimen.surroundings == "small_shm":
             prefix = _with_small_shm()
         elif specimen.surroundings == "little_memory":
-            procs = stack.enter_context(_memory_group()) / "cgroup.procs"
+            procs = stack.enter_context(_little_memory()) / "cgroup.procs"
+        elif specimen.surroundings == "slow_disk":
+            procs = stack.enter_context(_slow_disk()) / "cgroup.procs"
         elif specimen.surroundings == "neighbour":
             stack.enter_context(_neighbour(specimen.folder / "neighbour.py"))
         yield prefix, functools.partial(_enter, cpus, procs)
@@ -182,15 +185,22 @@ def _neighbour(script: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _memory_group() -> Iterator[Path]:
-    """A control group below ours with a memory limit."""
-    for parent, limit in _memory_parents():
+def _group(controller: str, v1: tuple[str, str], v2: tuple[str, str]) -> Iterator[Path]:
+    """A control group below ours with a limit: a file and what to write into it, by the version of control groups."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            parent, (file, limit) = Path("/sys/fs/cgroup", controller, path.lstrip("/")), v1
+        elif not controllers:
+            parent, (file, limit) = Path("/sys/fs/cgroup", path.lstrip("/")), v2
+        else:
+            continue
         try:
             group = Path(tempfile.mkdtemp(prefix="fulltilt-zoo-", dir=parent))
         except OSError:
             continue
         try:
-            (group / limit).write_text(str(MEMORY_LIMIT_BYTES))
+            (group / file).write_text(limit)
         except OSError:
             group.rmdir()
             continue
@@ -199,16 +209,20 @@ def _memory_group() -> Iterator[Path]:
         finally:
             group.rmdir()
         return
-    raise NotPossibleHere("no control group with a memory limit may be made")
+    raise NotPossibleHere(f"no control group with a limit ({controller})")
 
 
-def _memory_parents() -> Iterator[tuple[Path, str]]:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            yield Path("/sys/fs/cgroup/memory", path.lstrip("/")), "memory.limit_in_bytes"
-        elif not controllers:
-            yield Path("/sys/fs/cgroup", path.lstrip("/")), "memory.max"
+def _little_memory() -> contextlib.AbstractContextManager[Path]:
+    limit = str(MEMORY_LIMIT_BYTES)
+    return _group("memory", ("memory.limit_in_bytes", limit), ("memory.max", limit))
+
+
+def _slow_disk() -> contextlib.AbstractContextManager[Path]:
+    """Virtual disks lie in the memory of their hosts: this one gets as slow as a disk."""
+    number = Path(tempfile.gettempdir()).stat().st_dev
+    disk = f"{os.major(number)}:{os.minor(number)}"
+    v1 = ("blkio.throttle.read_iops_device", f"{disk} {READS_PER_S}")
+    return _group("blkio", v1, ("io.max", f"{disk} riops={READS_PER_S}"))
 
 
 # --------------------------------------------------------------------------- comparing

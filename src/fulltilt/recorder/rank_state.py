@@ -236,9 +236,9 @@ class RankState:
         self._host_growth.note(self.steps)
         for message in self.taps.mailbox.receive():
             if message.loader < len(self.taps.all):
-                self.workers.setdefault(message.loader, WorkerTotals()).add(
-                    message, self.taps.all[message.loader].pass_of_message
-                )
+                tap = self.taps.all[message.loader]
+                in_pass = tap.pass_of_message if tap.described.get("persistent_workers") else message.in_pass
+                self.workers.setdefault(message.loader, WorkerTotals()).add(message, in_pass)
             else:
                 self.taps.mailbox.dropped += 1
 

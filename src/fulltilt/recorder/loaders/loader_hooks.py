@@ -257,7 +257,7 @@ class LoaderTaps(Drawing):
         if mailbox is None:
             return start()
         plain = workers.plain_loops[home.__name__] = home._worker_loop
-        home._worker_loop = partial(workers.run_worker, mailbox, tap.loader_id, home.__name__)
+        home._worker_loop = partial(workers.run_worker, mailbox, tap.loader_id, tap.passes, home.__name__)
         self.starting_workers = True
         dump = reduction.dump
         reduction.dump = partial(_count_pickled, tap, dump)  # called for workers that are not forked

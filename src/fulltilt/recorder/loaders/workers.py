@@ -76,6 +76,7 @@ class WorkerMessage:
     cpus: tuple[int, ...] | None
     lines: tuple[HotLine, ...]
     data: StorageReading | None = None
+    in_pass: int = 0  # when it began
 
 
 class Mailbox:
@@ -116,9 +117,10 @@ def checked(data: bytes) -> WorkerMessage | None:
         message = store.decode(WorkerMessage, json.loads(data))
     except (ValueError, RecursionError):
         return None
-    figures: list[float | None] = [getattr(message, field.name) for field in fields(message)[:-3]]
+    told = [getattr(message, field.name) for field in fields(message)]
+    figures = [figure for figure in told if isinstance(figure, int | float)]
     figures += [*(message.cpus or ()), *(line.seconds for line in message.lines)]
-    return message if all(figure is None or 0 <= figure < LARGEST_FIGURE for figure in figures) else None
+    return message if all(0 <= figure < LARGEST_FIGURE for figure in figures) else None
 
 
 class Fetched(NamedTuple):
@@ -141,9 +143,9 @@ class Clocks(NamedTuple):
 class FetchMeter:
     """Adds up what this worker's fetches cost and sends it off now and then."""
 
-    def __init__(self, mailbox: socket.socket, loader_id: int) -> None:
+    def __init__(self, mailbox: socket.socket, loader_id: int, in_pass: int = 0) -> None:
         self._socket = mailbox
-        self._loader_id = loader_id
+        self._loader_id, self._in_pass = loader_id, in_pass
         self._lines = LineTimes()
         self._began = time.perf_counter()
         self._process_cpu = time.process_time()
@@ -262,6 +264,7 @@ class FetchMeter:
             cpus=allowed_cpus() if pss_bytes is not None else None,
             lines=lines,
             data=self._files.take(),
+            in_pass=self._in_pass,
         )
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(store.encode(message), separators=(",", ":")).encode())
@@ -324,7 +327,7 @@ def allowed_cpus() -> tuple[int, ...] | None:
         return None
 
 
-def run_worker(mailbox: socket.socket, loader_id: int, home: str, *args: Any) -> None:
+def run_worker(mailbox: socket.socket, loader_id: int, in_pass: int, home: str, *args: Any) -> None:
     """The worker loop of ``home`` with a meter around each fetch. A meter that fails leaves the loop as it is."""
     from fulltilt.recorder import attach
 
@@ -332,7 +335,7 @@ def run_worker(mailbox: socket.socket, loader_id: int, home: str, *args: Any) ->
     if attach.current is not None:
         attach.current.recorder.active = False  # a spawned worker attached itself like any Python process
     try:
-        meter = FetchMeter(mailbox, loader_id)
+        meter = FetchMeter(mailbox, loader_id, in_pass)
         stop = threading.Event()
         _measure_fetches(meter)
         threading.Thread(target=meter.observe, args=(stop,), name="fulltilt-worker", daemon=True).start()
