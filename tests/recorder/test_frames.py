@@ -250,13 +250,18 @@ def test_a_generator_that_holds_the_training_loop_makes_no_data() -> None:
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="collections begin between instructions there")
 def test_no_garbage_is_collected_while_a_stack_is_walked() -> None:
     """Seen to fail: a finalizer let the training thread go on, its frame was freed, and the job died of SIGSEGV."""
-    leave, collections = threading.Event(), list[str]()
+    arrived, leave, collections = threading.Event(), threading.Event(), list[str]()
 
     def deep(calls: int) -> None:
-        deep(calls - 1) if calls else leave.wait()
+        if calls:
+            deep(calls - 1)
+        else:
+            arrived.set()
+            leave.wait()
 
     thread = threading.Thread(target=deep, args=(50,))
     thread.start()
+    arrived.wait()
     threshold = gc.get_threshold()
     gc.callbacks.append(note := lambda phase, _info: collections.append(phase))
     gc.set_threshold(1)
