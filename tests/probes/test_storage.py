@@ -60,8 +60,11 @@ def test_the_kernel_confirms_that_dropped_files_are_cold(data):
         os.fsync(stream.fileno())  # the kernel keeps what is not on disk yet
     buffer, deadline_s = bytearray(MIB), time.perf_counter() + 60
     assert storage._timed_read(file, buffer, deadline_s)[2] is False
-    assert storage._drop_from_cache(file)
-    assert storage._timed_read(file, buffer, deadline_s)[2] is True
+    for _ in range(50):  # the kernel takes it as advice: pages that are in other hands at the moment stay
+        assert storage._drop_from_cache(file)
+        if storage._timed_read(file, buffer, deadline_s)[2]:
+            return
+    pytest.fail("no read was cold")
 
 
 @linux
