@@ -16,11 +16,13 @@ from fulltilt.recorder.profiler import AGAIN, FlopCount, Kernel, KernelTotals, S
 def test_annotations_are_no_kernels() -> None:
     def event(name: str, kind: str, annotation: bool = False) -> Any:
         told = {"name": name, "device_type": SimpleNamespace(name=kind), "is_user_annotation": annotation}
-        told |= {"start_ns": 5_000, "duration_ns": 2_000}
+        told |= {"start_ns": 1_794_970_318_761_007_953 + 400 * (name == "add"), "duration_ns": 300}
         return SimpleNamespace(**{key: (lambda value=value: value) for key, value in told.items()})
 
     events = [event("relu", "CUDA"), event("aten::relu", "CPU"), event("forward", "CUDA", annotation=True)]
-    assert kernels_among([*events, event("ProfilerStep#3", "CUDA")]) == [Kernel("relu", 5.0, 7.0)]
+    found = kernels_among([*events, event("ProfilerStep#3", "CUDA"), event("add", "CUDA")])
+    assert [kernel.name for kernel in found] == ["relu", "add"]
+    assert [kernel[1:] for kernel in found] == [pytest.approx((0.0, 0.3)), pytest.approx((0.4, 0.7))]
 
 
 def test_gaps_between_kernels_are_no_work() -> None:

@@ -35,6 +35,7 @@ from fulltilt.recorder.marks import (
 from fulltilt.recorder.steps import LONG_STEP_ON_GPU_NS, LONG_WAIT_NS, AfterStep, StepCounter
 
 ONE_BY_ONE = 100
+LONG_STRETCHES = 1024  # more than pass while stack samples wait to be sorted
 SHORTEST_NS = 50e6
 RESOLUTION = 2000
 # Of very many ranks each is told more coarsely: what all of them write is read as one.
@@ -91,7 +92,7 @@ class IntervalBuilder:
         self.after_step = AfterStep()
         # On a GPU the user's own time is no launching where it lasts longer than this; where it did, begin and end.
         self.long_ns: float = LONG_STEP_ON_GPU_NS
-        self._long_stretches: deque[tuple[float, float]] = deque()
+        self._long_stretches: deque[tuple[float, float]] = deque(maxlen=LONG_STRETCHES)
         self._t0_ns = t0_ns
         self.now_ns: float = t0_ns  # of the last mark
         self._activity = self._after = Activity.USER

@@ -331,15 +331,19 @@ class Kernel(NamedTuple):
 
 
 def kernels_among(events: Iterable[Any]) -> list[Kernel]:
-    """What the GPU ran, of Kineto's events."""
-    found = []
+    """What the GPU ran, of Kineto's events, since the first of it: a float of its time since 1970 is too coarse."""
+    found: list[tuple[str, int, int]] = []
     for event in events:
         # Annotations stretch over the kernels of a whole phase; they are no work of their own.
         if event.device_type().name == "CUDA" and not event.is_user_annotation():
-            name, start_us = event.name(), event.start_ns() * 1e-3
+            name = event.name()
             if not name.startswith(("ProfilerStep", "Optimizer.")):
-                found.append(Kernel(name, start_us, start_us + event.duration_ns() * 1e-3))
-    return found
+                found.append((name, event.start_ns(), event.duration_ns()))
+    first_ns = min((start_ns for _, start_ns, _ in found), default=0)
+    return [
+        Kernel(name, (start_ns - first_ns) * 1e-3, (start_ns - first_ns + length_ns) * 1e-3)
+        for name, start_ns, length_ns in found
+    ]
 
 
 class KernelTotals:

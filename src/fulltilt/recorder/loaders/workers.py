@@ -297,7 +297,9 @@ class FilesRead:
 
         shared, common = os.path.commonpath(self._folders), Counter(self._folders).most_common(1)[0][0]
         self._folders = []
-        return place_of(shared if shared != os.path.sep else common)
+        with contextlib.suppress(Exception):  # the worker is the user's: what cannot be told is left out
+            return place_of(shared if shared != os.path.sep else common)
+        return None
 
 
 def _read_so_far() -> tuple[int | None, int | None]:
