@@ -7,8 +7,7 @@ from dataclasses import replace
 from fulltilt.diagnosis.checklist import make_checklist, settings_in_force
 from fulltilt.diagnosis.evidence import gather, measure_utilisation, without_side_jobs
 from fulltilt.diagnosis.findings import ordered
-from fulltilt.diagnosis.goodput import summarise_job
-from fulltilt.diagnosis.ledger import mean_gpu_step, mean_step
+from fulltilt.diagnosis.ledger import mean_gpu_step, mean_step, summarise_job
 from fulltilt.diagnosis.low_gpu import low_gpu_warning
 from fulltilt.diagnosis.rules import judge
 from fulltilt.diagnosis.verdict import invalid_because, reach_verdict

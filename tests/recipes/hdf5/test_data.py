@@ -84,7 +84,7 @@ def test_mistakes_are_told_with_file_key_and_row(tmp_path: Path) -> None:
     assert f"{file} has no key 'mfcc'" in text
     assert "It has: features, labels" in text
     write(file, labels=np.array([0, 1] * 16 + [0, 7] + [0, 1] * 3))
-    assert f"{file}: 'labels' is 7 at row 33, outside the classes 0 and 1" in told(DataError)
+    assert f"{file}: labels[33] is 7, outside the classes 0 and 1" in told(DataError)
     write(file, labels=np.zeros(40))
     assert "no training label" in told(DataError)
     write(file, labels=np.zeros((40, 2)))

@@ -139,7 +139,7 @@ def _count_labels(part: Part, key: str) -> tuple[int, int]:
                 labels = file[key][start : min(start + _PIECE, last)].reshape(-1)
                 is_one = labels == 1
                 if (wrong := (~is_one & (labels != 0)).nonzero()[0]).size:
-                    what = f"{path}: {key!r} is {labels[wrong[0]]} at row {start + int(wrong[0])}"
+                    what = f"{path}: {key}[{start + int(wrong[0])}] is {labels[wrong[0]]}"
                     raise DataError(f"{what}, outside the classes 0 and 1", "Relabel or remove it.")
                 ones += int(is_one.sum())
                 zeros += len(labels) - int(is_one.sum())
