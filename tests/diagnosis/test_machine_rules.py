@@ -14,7 +14,7 @@ from fulltilt.diagnosis.rules.machine import (
     memory_pressure,
     worker_memory_growth,
 )
-from fulltilt.records import Abstention, CpuCapacity, Finding, GpuProcess, MemoryGrowthRecord, Run
+from fulltilt.records import Abstention, CpuCapacity, Finding, GpuProcess, LiveRecord, MemoryGrowthRecord, Run, Settings
 from tests.diagnosis.examples import gpu, gpu_rank, host, loader, machine, rank, run_of, sampled, workers
 
 
@@ -163,6 +163,14 @@ def test_workers_that_take_every_cpu_slow_the_launching_down() -> None:
     assert "the job's processes keep 7.9 of 8 CPUs busy" in finding.evidence
     assert "lower num_workers 12 → 6" in finding.fix
     assert [one.code for one in answer(run).findings[:2]] == ["launch_contended", "launch_bound"]
+
+
+def test_a_number_of_workers_that_live_tuning_chose_is_not_advised_against() -> None:
+    run = short_of_cpus(tree_cpu_pct=790.0)
+    chosen = LiveRecord(0, "settled", "", Settings(num_workers=2), Settings(num_workers=12))
+    fix = found(launch_contended(gather(replace(run, ranks=(replace(run.ranks[0], live=(chosen,)),))))).fix
+    assert fix.startswith("Leave the training thread a CPU: one thread in each worker")
+    assert "num_workers" not in fix
 
 
 def test_others_that_take_the_cpus_are_told_apart() -> None:

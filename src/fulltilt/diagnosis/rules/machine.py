@@ -184,8 +184,11 @@ def launch_contended(evidence: Evidence) -> Judgement:
     where = loader.where if own and loader else None
     if own and workers:
         fewer = max(min(workers - 1, int(usable) - 2), 1)
+        # Live tuning chose the number of workers by measuring: fewer were slower.
+        tuned = evidence.live is not None and evidence.live.settings.num_workers != evidence.live.before.num_workers
+        lower = "" if tuned else f"lower num_workers {workers} → {fewer}{at(where)}, "
         fix = (
-            f"Leave the training thread a CPU: lower num_workers {workers} → {fewer}{at(where)}, "
+            f"Leave the training thread a CPU: {lower}"
             "one thread in each worker (torch.set_num_threads(1), cv2.setNumThreads(0), OMP_NUM_THREADS=1, "
             "TOKENIZERS_PARALLELISM=false), or os.nice(10) in worker_init_fn, so that workers give way."
         )
