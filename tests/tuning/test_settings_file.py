@@ -18,8 +18,9 @@ from fulltilt import store
 from fulltilt.cli.run import settings_not_in_force
 from fulltilt.errors import UsageError
 from fulltilt.recorder.hooks import Patches
+from fulltilt.recorder.hooks.dataloader import override_fastai
 from fulltilt.recorder.import_watcher import ImportWatcher
-from fulltilt.recorder.loaders.settings_file import LoaderOverride, override_fastai, read_loader, read_settings
+from fulltilt.recorder.loaders.settings_file import LoaderOverride, read_loader, read_settings
 from fulltilt.records import Settings
 from fulltilt.tuning.live.measurement import Knobs
 from tests.tuning.live_jobs import Squares, tuning

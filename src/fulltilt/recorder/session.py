@@ -12,18 +12,17 @@ from fulltilt import batch_observer
 from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.hooks.compiling import CompileHooks
 from fulltilt.recorder.hooks.cuda import DeviceHooks, GraphHooks
+from fulltilt.recorder.hooks.dataloader import override_fastai, watch_iterables, watch_loaders
 from fulltilt.recorder.hooks.processes import ExitHooks, show_errors_without_ours, watch_ranks
 from fulltilt.recorder.hooks.training import (
     StepHooks,
     watch_garbage_collector,
-    watch_iterables,
-    watch_loaders,
     watch_saving,
 )
 from fulltilt.recorder.import_watcher import imported_iterables
 from fulltilt.recorder.loaders import LoaderTaps
-from fulltilt.recorder.loaders.loader_hooks import FeedTaps
-from fulltilt.recorder.loaders.settings_file import LoaderOverride, override_fastai, read_loader, read_settings
+from fulltilt.recorder.loaders.loader_taps import FeedTaps
+from fulltilt.recorder.loaders.settings_file import LoaderOverride, read_loader, read_settings
 from fulltilt.recorder.profiler import StepProfiler
 from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.recorder import Recorder

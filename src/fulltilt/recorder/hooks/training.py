@@ -1,4 +1,4 @@
-"""Where backward runs and optimizers step, and whether the trained model is in evaluation mode."""
+"""Where backward runs, optimizers step, checkpoints are saved and garbage is collected; and evaluation mode."""
 
 from __future__ import annotations
 
@@ -10,74 +10,17 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType
 from typing import Any
 
 from fulltilt.recorder.hooks import Function, Patches, timed
-from fulltilt.recorder.import_watcher import ITERABLES, Brings
-from fulltilt.recorder.loaders import METER, LoaderTaps, named_arguments
+from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
 from fulltilt.recorder.rank_state import memory_parts
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.stacks.frames import function_that_switches, users_line
 from fulltilt.recorder.user_code import owner
 from fulltilt.records import MemoryRecord
-
-
-def watch_loaders(patches: Patches, torch: Any, recorder: Recorder, taps: LoaderTaps) -> None:
-    """Put a tap on every DataLoader, and a meter on every iterator, whoever makes and draws from them."""
-
-    def constructor(original: Function) -> Function:
-        def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            if taps.override is not None and recorder.active:
-                args, kwargs = taps.override(original, loader, args, kwargs)
-            original(loader, *args, **kwargs)
-            if recorder.active:
-                taps.constructed(loader, tuple(named_arguments(original, args, kwargs) or ()))
-
-        return __init__
-
-    def iterator_constructor(original: Function) -> Function:
-        def __init__(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            taps.make_iterator(iterator, loader, lambda: original(iterator, loader, *args, **kwargs))
-
-        return __init__
-
-    def reset(original: Function) -> Function:
-        def _reset(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            taps.reset_iterator(iterator, loader, lambda: original(iterator, loader, *args, **kwargs))
-
-        return _reset
-
-    def following(original: Function) -> Function:
-        def __next__(iterator: Any) -> Any:  # noqa: N807
-            meter = vars(iterator).get(METER)
-            return original(iterator) if meter is None else meter.draw(iterator, original)
-
-        return __next__
-
-    loader = torch.utils.data.DataLoader
-    patches.swap_in_family(loader, __init__=constructor)
-    patches.swap(loader, "__iter__", lambda original: lambda loader: taps.iterate(original, loader))
-    iterators = torch.utils.data.dataloader._BaseDataLoaderIter
-    # The base's own constructor warns at the line that calls it, which has to stay torch's.
-    patches.swap_in_family(iterators, but="__init__", __init__=iterator_constructor, _reset=reset, __next__=following)
-
-
-def watch_iterables(patches: Patches, module: ModuleType, taps: LoaderTaps) -> None:
-    """Put a meter on the iterators of a library that loops draw from without a DataLoader."""
-    name, methods = ITERABLES[module.__name__]
-    library = module.__name__.partition(".")[0]
-    kind = getattr(module, name, None)
-    for method, brings in methods.items() if kind is not None else ():
-
-        def drawn_from(original: Function, brings: Brings = brings) -> Function:
-            def iterate(iterable: Any, *args: Any, **kwargs: Any) -> Any:
-                return taps.draw_from(library, iterable, lambda: original(iterable, *args, **kwargs), brings)
-
-            return iterate
-
-        patches.swap(kind, method, drawn_from)
 
 
 def watch_saving(patches: Patches, torch: Any, recorder: Recorder) -> None:

@@ -1,7 +1,7 @@
 """One loader and its iterator: how it was made, every wait for a batch, every batch counted.
 
-torch's iterators measure themselves (see ``watch_loaders`` in hooks). Where ``LoaderTaps.live`` gives a pass another
-source, and for iterables that are none of torch's, a ``TappedIterator`` stands between the loop and its source.
+torch's iterators measure themselves (see hooks/dataloader.py). Where ``LoaderTaps.live`` gives a pass another source,
+and for iterables that are none of torch's, a ``TappedIterator`` stands between the loop and its source.
 """
 
 from __future__ import annotations

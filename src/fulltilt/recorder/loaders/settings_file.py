@@ -6,7 +6,6 @@ Only settings that leave what is trained unchanged are applied. The user's batch
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -14,9 +13,7 @@ from typing import Any
 
 from fulltilt import store
 from fulltilt.errors import RunFolderError, UsageError
-from fulltilt.recorder.hooks import Patches
-from fulltilt.recorder.import_watcher import ImportWatcher
-from fulltilt.recorder.loaders.loader_hooks import call_sites, named_arguments
+from fulltilt.recorder.loaders.loader_taps import call_sites, named_arguments
 from fulltilt.records import MOST_OF_A_SETTING, Settings
 
 SAME_MATH = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "torch_threads", "start_method")
@@ -91,27 +88,6 @@ class LoaderOverride:
         changed = apply(self._settings, given)
         dataset = changed.pop("dataset", None)
         return (dataset,), changed
-
-
-def override_fastai(patches: Patches, settings: Settings) -> None:
-    """Have fastai's loaders that shuffle made with the settings, once it is imported: they are none of torch's."""
-
-    def make(original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(inner: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            original(inner, loader, *args, **kwargs)
-            if loader.shuffle:
-                for name in ("num_workers", "pin_memory"):
-                    if (value := getattr(settings, name)) is not None:
-                        setattr(inner, name, value)
-
-        return __init__
-
-    def imported(module: Any) -> None:
-        patches.swap(module._FakeLoader, "__init__", make)
-
-    watcher = ImportWatcher({"fastai.data.load": imported})
-    sys.meta_path.insert(0, watcher)
-    patches.undo_by(lambda: sys.meta_path.remove(watcher) if watcher in sys.meta_path else None)
 
 
 def names_workers(original: Callable[..., None]) -> bool:

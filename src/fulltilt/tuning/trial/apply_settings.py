@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fulltilt.recorder.hooks import Patches
+from fulltilt.recorder.hooks.dataloader import override_fastai
 from fulltilt.recorder.loaders import call_sites, named_arguments
-from fulltilt.recorder.loaders.settings_file import apply, looks_like_training, names_workers, override_fastai
+from fulltilt.recorder.loaders.settings_file import apply, looks_like_training, names_workers
 from fulltilt.records import Settings
 from fulltilt.tuning.trial.throughput import TrainingLoader
 
