@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from importlib import import_module
 
 import pytest
 
@@ -23,8 +24,16 @@ if settings is not None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A case named by an object's address is another one in every process, and xdist then runs nothing in parallel."""
+    """Leave out what needs a GPU where there is none.
+
+    A case named by an object's address is another one in every process, and xdist then runs nothing in parallel.
+    """
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:
         raise pytest.UsageError(f"give this case a name of its own (ids=...): {unstable[0]}")
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not import_module("torch").cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))

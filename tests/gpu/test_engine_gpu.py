@@ -20,7 +20,7 @@ from fulltilt.train.sampler import restore_rng, rng_state
 from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 
 class Kept(Screen):

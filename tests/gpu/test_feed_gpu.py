@@ -26,10 +26,7 @@ from fulltilt.feed.augment import (
 from fulltilt.train import Job, TrainSettings, train
 from fulltilt.train.progress import Screen
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 
 

@@ -14,7 +14,7 @@ import torch
 from fulltilt.cli import main as command
 from fulltilt.recipes.synthetic import make_folder
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 
 def train(*arguments: str) -> int:

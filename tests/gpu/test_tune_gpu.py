@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from fulltilt.recorder.job_command import job_command
 from fulltilt.records import Trial
@@ -14,7 +13,7 @@ from fulltilt.tuning.study import Study
 from fulltilt.tuning.trial.isolation import choose
 from fulltilt.tuning.trial.throughput import Patience
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 # Asks for the GPU early, as scripts do; the model goes there before the loader is made.
 SCRIPT = """

@@ -15,9 +15,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.quiet]
 
 @pytest.mark.parametrize("specimen", CATALOGUE, ids=str)
 def test_job_is_explained_truly(specimen: Specimen, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
     seen = observe(specimen, tmp_path)
     wrong = problems(seen)
     assert not wrong, "\n".join([f"{specimen}:", *(f"  {problem}" for problem in wrong), str(seen)])
