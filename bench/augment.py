@@ -41,7 +41,6 @@ def ours(chain: str, size: int, device: torch.device, *, compiled: bool) -> Call
         "resized crop": [augment.RandomResizedCrop(size, size)],
         "affine": [augment.Affine(DEGREES, SHIFT, SCALE)],
         "jitter": [augment.ColourJitter(*JITTER)],
-        "noise": [augment.GaussianNoise(0.05)],
     }
     whole = [parts[name][0] for name in ("flip", "affine", "jitter")]
     pipeline = augment.Pipeline(
@@ -67,7 +66,6 @@ def torchvisions(chain: str, size: int, *, per_sample: bool) -> Call:
         "resized crop": [v2.RandomResizedCrop(size, antialias=False), to_float],
         "affine": [v2.RandomAffine(DEGREES, SHIFT, SCALE, interpolation=v2.InterpolationMode.BILINEAR), to_float],
         "jitter": [v2.ColorJitter(*JITTER), to_float],
-        "noise": [to_float, v2.GaussianNoise(sigma=0.05)],
     }
     normalise = v2.Normalize(list(MEAN), list(STD))
     whole = [parts["flip"][0], parts["affine"][0], parts["jitter"][0], to_float, normalise]
@@ -92,7 +90,6 @@ def kornias(chain: str, size: int) -> Call:
         "resized crop": [K.RandomResizedCrop((size, size), scale=(0.08, 1.0))],
         "affine": [K.RandomAffine(DEGREES, SHIFT, SCALE, p=1.0)],
         "jitter": [K.ColorJiggle(*JITTER, p=1.0)],
-        "noise": [K.RandomGaussianNoise(std=0.05, p=1.0)],
     }
     normalise = K.Normalize(list(MEAN), list(STD))
     whole = [parts["flip"][0], parts["affine"][0], parts["jitter"][0], normalise]
@@ -141,7 +138,7 @@ def main() -> int:
     least_s = 0.0 if arguments.smoke else 0.25
     result: dict[str, Any] = {"versions": _versions(), "command": sys.argv, "rows": []}
     rows = [("whole", 64, 384), ("whole", 256, 224)]
-    rows += [(chain, 64, 384) for chain in ("resized crop", "jitter", "noise", "affine", "flip")]
+    rows += [(chain, 64, 384) for chain in ("resized crop", "jitter", "affine", "flip")]
     for chain, batch_size, size in [(c, 4, 32) for c, _, _ in rows[1:]] if arguments.smoke else rows:
         if time.monotonic() - began > arguments.budget_s:
             break

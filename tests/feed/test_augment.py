@@ -12,10 +12,7 @@ from fulltilt.errors import UsageError
 from fulltilt.feed import random_numbers
 from fulltilt.feed.augment import (
     Affine,
-    CenterCrop,
     ColourJitter,
-    GaussianNoise,
-    Greyscale,
     HorizontalFlip,
     Normalise,
     Pipeline,
@@ -25,7 +22,6 @@ from fulltilt.feed.augment import (
     VerticalFlip,
 )
 from fulltilt.feed.augment.geometry import interpolate, pick
-from fulltilt.feed.augment.photometric import Draw
 
 from .conftest import Pixels
 
@@ -70,16 +66,12 @@ def test_a_sample_draws_the_same_in_any_company(seed, epoch, indices):
     assert not torch.equal(random_numbers.uniform(seed + 1, epoch, torch.tensor(indices), 9), together)
 
 
-def test_draws_are_uniform_and_noise_is_normal():
+def test_draws_are_uniform():
     u = random_numbers.uniform(1, 2, torch.arange(20_000), 5)
     assert torch.allclose(u.mean(0), torch.full((5,), 0.5), atol=0.01)
     assert torch.allclose(u.var(0), torch.full((5,), 1 / 12), atol=0.003)
     correlation = torch.corrcoef(u.T) - torch.eye(5)
     assert float(correlation.abs().max()) < 0.03
-    z = random_numbers.normal_like(torch.empty(4, 50_001), 1, 2, torch.arange(4), 0)
-    assert torch.allclose(z.mean(1), torch.zeros(4), atol=0.02)
-    assert torch.allclose(z.std(1), torch.ones(4), atol=0.02)
-    assert float(torch.corrcoef(z).fill_diagonal_(0).abs().max()) < 0.03
 
 
 # --------------------------------------------------------------------------- geometry
@@ -113,8 +105,6 @@ def test_crops_are_windows_of_the_image_and_reach_its_edges():
         assert torch.equal(crop[0], batch[0, 0, start // 12 :, start % 12 :][:14, :10])
     padded, _ = run([RandomCrop(16, 12, padding=4)], batch, indices=torch.arange(500))
     assert (padded == 0).any()
-    middle, _ = run([CenterCrop(8, 6)], batch[:2])
-    assert torch.equal(middle[0], functional.center_crop(batch[0], [8, 6]))
     with pytest.raises(ValueError, match="does not fit"):
         run([RandomCrop(20, 10)], batch)
 
@@ -127,7 +117,7 @@ def test_image_and_mask_move_together_and_the_mask_keeps_its_values():
             HorizontalFlip(),
             VerticalFlip(),
             RandomResizedCrop(20, 20, scale=(0.3, 1.0)),
-            Affine(20, (0.1, 0.1), (0.8, 1.2), 5),
+            Affine(20, (0.1, 0.1), (0.8, 1.2)),
         ],
         (mask.float() / 7)[:, None].expand(-1, 3, -1, -1).contiguous(),
         mask,
@@ -155,7 +145,7 @@ def test_a_chain_of_flips_and_crops_equals_them_one_by_one():
 def test_rotation_is_that_of_torchvision():
     batch = images(1, (17, 17)).float() / 255
     for angle in (90.0, 180.0, 30.0):
-        u = torch.tensor([[1.0, 0.5, 0.5, 0.5, 0.5, 0.0]])
+        u = torch.tensor([[1.0, 0.5, 0.5, 0.5]])
         ours = interpolate(batch, Affine(degrees=angle).matrix(u, (17, 17)), (17, 17))
         theirs = functional.affine(
             batch,
@@ -193,8 +183,7 @@ def test_resized_crops_have_the_areas_and_ratios_asked_for():
 
 def jitter(u, **options):
     batch = images(1).float() / 255
-    draw = Draw(torch.tensor([u]), 0, torch.tensor(0), torch.tensor([0]), 0)
-    return batch, ColourJitter(**options).apply(batch, draw)
+    return batch, ColourJitter(**options).apply(batch, torch.tensor([u]))
 
 
 @pytest.mark.parametrize("u", [0.0, 0.3, 0.9])
@@ -209,17 +198,11 @@ def test_colour_jitter_computes_what_torchvision_computes(u):
     assert torch.allclose(ours, functional.adjust_hue(batch, 0.2 * (2 * u - 1)), atol=1e-4)
 
 
-def test_normalise_grey_and_noise():
+def test_normalise_computes_what_torchvision_computes():
     batch = images()
     ours, _ = run([Normalise()], batch)
     theirs = functional.normalize(batch.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     assert torch.allclose(ours, theirs, atol=1e-5)
-    grey, _ = run([Greyscale(1.0)], batch)
-    assert torch.equal(grey[:, 0], grey[:, 2])
-    noisy, _ = run([GaussianNoise(0.1)], batch)
-    noise = noisy - batch.float() / 255
-    assert 0.09 < float(noise.std()) < 0.11
-    assert not torch.equal(noise[0], noise[1])
 
 
 def test_specaugment_blanks_whole_bands():
@@ -240,7 +223,7 @@ def test_specaugment_blanks_whole_bands():
 # --------------------------------------------------------------------------- steering
 
 
-ALL = [HorizontalFlip(), RandomResizedCrop(10, 10), ColourJitter(0.3, 0.3, 0.3, 0.1), GaussianNoise(0.05), Normalise()]
+ALL = [HorizontalFlip(), RandomResizedCrop(10, 10), ColourJitter(0.3, 0.3, 0.3, 0.1), Normalise()]
 
 
 def test_results_do_not_depend_on_workers_ranks_batches_or_resumes():

@@ -283,7 +283,7 @@ def test_a_sample_drawn_several_times_in_an_epoch_is_augmented_anew_each_time(ki
         "random": Drawn(lambda i: torch.rand(3)),
         "augmented": torch.rand(6, 3, 4, 4),
     }[kind]
-    noise = [feed.augment.GaussianNoise(0.1)] if kind == "augmented" else None
-    with feed.loader(dataset, 4, sampler=[1, 1, 1, 2, 2, 1, 1, 1], augment=noise, num_workers=workers) as loader:
+    jitter = [feed.augment.ColourJitter(0.5)] if kind == "augmented" else None
+    with feed.loader(dataset, 4, sampler=[1, 1, 1, 2, 2, 1, 1, 1], augment=jitter, num_workers=workers) as loader:
         drawn = torch.cat([_first(batch) for _ in range(2) for batch in loader]).flatten(1)
     assert len(torch.unique(drawn, dim=0)) == len(drawn) == 16

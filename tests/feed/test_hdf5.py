@@ -15,6 +15,7 @@ import torch
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.hdf5_files import BlockReader, Source, describe
+from fulltilt.feed.random_numbers import uniform
 
 h5py = pytest.importorskip("h5py")
 
@@ -257,8 +258,10 @@ def test_two_iterators_at_once_do_not_disturb_each_other(files, small_blocks, re
 
 def test_samples_are_augmented_by_their_number_in_the_whole(files, small_blocks):
     def by_row(**options):
-        noise = [feed.augment.GaussianNoise(0.25)]
-        with feed.hdf5(files, ["x", "y"], num_workers=0, augment=noise, **options) as loader:
+        def shifted(batch, seed, epoch, samples):
+            return batch[0] + uniform(seed, epoch, samples, 1), batch[1]
+
+        with feed.hdf5(files, ["x", "y"], num_workers=0, augment=shifted, **options) as loader:
             return {int(y): row for x, ys in loader for row, y in zip(x, ys, strict=True)}
 
     left, right = by_row(batch_size=19, residency="none", mixing_rows=90), by_row(batch_size=64, residency="ram")

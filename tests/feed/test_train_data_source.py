@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
-from fulltilt.feed.augment import GaussianNoise, HorizontalFlip, Normalise, Pipeline
-from fulltilt.feed.random_numbers import normal_like
+from fulltilt.feed.augment import ColourJitter, HorizontalFlip, Normalise, Pipeline
+from fulltilt.feed.random_numbers import uniform
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import FeedSource, MapSource, Source, make_source
 from fulltilt.train.sampler import EpochPlan
@@ -40,7 +40,7 @@ class Fixed:
 def noisy(batch: Any, seed: int, epoch: int, indices: torch.Tensor) -> Any:
     """An augmentation of numbers: moves each sample by what (seed, epoch, index) draw."""
     inputs, labels = batch
-    return inputs + normal_like(inputs, seed, epoch, indices, 0) * 0.1, labels
+    return inputs + uniform(seed, epoch, indices, inputs[0].numel()).view(inputs.shape) * 0.1, labels
 
 
 def plan_of(**changes: Any) -> EpochPlan:
@@ -178,7 +178,7 @@ def test_an_evaluation_between_two_batches_does_not_disturb_what_is_kept() -> No
     kept = fed(data, plan_of(shuffle=False))
     with torch.inference_mode():
         first = drain(kept)
-    assert not kept.loader._cache.rows.store.rows.is_inference()
+    assert not kept.loader._cache.store.rows.is_inference()
     assert same(first, drain(kept))
     kept.close()
 
@@ -186,7 +186,7 @@ def test_an_evaluation_between_two_batches_does_not_disturb_what_is_kept() -> No
 def test_augmentation_goes_by_sample_on_both_paths() -> None:
     pixels = torch.randint(0, 256, (12, 3, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     data = [(image, number) for number, image in enumerate(pixels)]
-    chain = Pipeline([HorizontalFlip(), GaussianNoise(), Normalise()])
+    chain = Pipeline([HorizontalFlip(), ColourJitter(0.2), Normalise()])
     drawn = []
     for residency in ("none", "ram"):
         one = make_source(data, plan_of(batch_size=5), TrainSettings(residency=residency), None, chain)

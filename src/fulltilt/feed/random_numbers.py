@@ -19,12 +19,11 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 def philox(
     counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     key: tuple[torch.Tensor | int, torch.Tensor | int],
-    rounds: int = 10,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Four 32-bit words (held in int64) for each counter. Counters broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(rounds):
+    for _ in range(10):
         high0, low0 = _product(c0, _MULTIPLIERS[0])
         high1, low1 = _product(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
@@ -47,30 +46,14 @@ def uniform(seed: torch.Tensor | int, epoch: torch.Tensor | int, indices: torch.
 
     ``seed`` and ``epoch`` may be int64 tensors, so that a compiled caller does not recompile for each value.
     """
-    blocks = torch.arange(math.ceil(count / 4), device=indices.device)
-    words = philox(_counter(epoch, indices[:, None], blocks[None, :]), _key(seed))
-    return _to_unit(torch.stack(words, dim=-1).flatten(1)[:, :count])
-
-
-def normal_like(
-    image: torch.Tensor,
-    seed: torch.Tensor | int,
-    epoch: torch.Tensor | int,
-    indices: torch.Tensor,
-    stream: int,
-) -> torch.Tensor:
-    """Standard normal noise of the shape of ``image`` [batch, ...], float32. ``stream`` tells uses apart."""
-    per_sample = image[0].numel()
-    blocks = torch.arange(math.ceil(per_sample / 4), device=image.device)
-    # Seven rounds pass every test of the authors' suite; ten are kept for the few numbers that steer a whole image.
-    counter = _counter(epoch, indices[:, None], blocks[None, :], apart=(stream + 1) << 8)
-    w0, w1, w2, w3 = philox(counter, _key(seed), rounds=7)
-    pairs = []
-    for left, right in ((w0, w1), (w2, w3)):
-        radius = torch.sqrt(-2.0 * torch.log(1.0 - _to_unit(left)))
-        angle = (2.0 * math.pi) * _to_unit(right)
-        pairs += [radius * torch.cos(angle), radius * torch.sin(angle)]
-    return torch.stack(pairs, dim=-1).flatten(1)[:, :per_sample].view(image.shape)
+    indices, blocks = indices[:, None], torch.arange(math.ceil(count / 4), device=indices.device)
+    # Not zeros_like: the compiler would take a counter that is only a position for an index of 32 bits, and philox's
+    # products do not fit into one (torch 2.11: "Scalar 3449720151 is out of range for type int32").
+    zero = indices & 0
+    low, high = (indices & _MASK) + torch.zeros_like(blocks), (indices >> 32) & _MASK
+    words = philox((low, high, blocks + zero, (zero + epoch) & _MASK), (seed & _MASK, (seed >> 32) & _MASK))
+    # 24 bits fill a float32 exactly: no rounding, hence no 1.0 and no difference between devices.
+    return (torch.stack(words, dim=-1).flatten(1)[:, :count] >> 8).to(torch.float32) * (1.0 / (1 << 24))
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
@@ -90,31 +73,7 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
-def _counter(
-    epoch: torch.Tensor | int, indices: torch.Tensor, blocks: torch.Tensor, apart: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Four 32-bit words for each sample and block; ``apart`` keeps the blocks of different uses apart."""
-    # Not zeros_like: the compiler would take a counter that is only a position for an index of 32 bits, and philox's
-    # products do not fit into one (torch 2.11: "Scalar 3449720151 is out of range for type int32").
-    zero = indices & 0
-    return (
-        (indices & _MASK) + torch.zeros_like(blocks),
-        ((indices >> 32) & _MASK) ^ apart,
-        blocks + zero,
-        (zero + epoch) & _MASK,
-    )
-
-
 def as_int64(number: int) -> int:
     """The number with the same lowest 64 bits that an int64 tensor can hold."""
     low = number & (2**64 - 1)
     return low - 2**64 if low >> 63 else low
-
-
-def _key(seed: torch.Tensor | int) -> tuple[torch.Tensor | int, torch.Tensor | int]:
-    return seed & _MASK, (seed >> 32) & _MASK
-
-
-def _to_unit(words: torch.Tensor) -> torch.Tensor:
-    # 24 bits fill a float32 exactly: no rounding, hence no 1.0 and no difference between devices.
-    return (words >> 8).to(torch.float32) * (1.0 / (1 << 24))

@@ -6,6 +6,7 @@ Results do not depend on workers, ranks, batch composition or resumes. Image and
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +16,6 @@ import torch
 from fulltilt.errors import UsageError
 from fulltilt.feed.augment.geometry import (
     Affine,
-    CenterCrop,
     Geometric,
     HorizontalFlip,
     RandomCrop,
@@ -25,15 +25,7 @@ from fulltilt.feed.augment.geometry import (
     interpolate,
     pick,
 )
-from fulltilt.feed.augment.photometric import (
-    ColourJitter,
-    Draw,
-    GaussianNoise,
-    Greyscale,
-    Normalise,
-    Photometric,
-    SpecAugment,
-)
+from fulltilt.feed.augment.photometric import ColourJitter, Normalise, Photometric, SpecAugment
 from fulltilt.feed.epoch_order import sample_of
 from fulltilt.feed.random_numbers import as_int64, uniform
 from fulltilt.feed.sample_layout import mapping_like
@@ -41,10 +33,7 @@ from fulltilt.feed.sample_layout import mapping_like
 __all__ = [
     "Affine",
     "Augmentation",
-    "CenterCrop",
     "ColourJitter",
-    "GaussianNoise",
-    "Greyscale",
     "HorizontalFlip",
     "Normalise",
     "Pipeline",
@@ -70,7 +59,7 @@ class Pipeline:
 
     ``image`` and ``mask`` are positions or keys in the batch; left out, the image is its first tensor that may
     be one and the mask a second one of the same height and width. uint8 becomes float in [0, 1] where a transform needs
-    it; ``dtype`` is the type of the result. ``compile`` None: on a GPU, where there is more than one transform.
+    it. ``compile`` None: on a GPU, where there is more than one transform.
     """
 
     def __init__(
@@ -79,21 +68,19 @@ class Pipeline:
         *,
         image: Key | None = None,
         mask: Key | None = None,
-        mask_fill: float = 0,
-        dtype: torch.dtype = torch.float32,
         compile: bool | None = None,
     ) -> None:
         self.transforms = list(transforms)
-        self.image, self.mask = image, mask
-        self.mask_fill = mask_fill
-        self.dtype = dtype
-        self.compile = compile
+        self.image, self.mask, self.compile = image, mask, compile
         for transform in self.transforms:
             if not hasattr(transform, "matrix") and not hasattr(transform, "apply"):
                 raise UsageError(
                     f"{type(transform).__name__} is no transform of fulltilt.feed.augment",
                     "Give a function of the batch as augment=, or leave it in the data set.",
                 )
+        # Neighbours that move pixels are one resampling.
+        by_kind = itertools.groupby(self.transforms, lambda transform: isinstance(transform, Geometric))
+        self._groups: list[list[Any]] = [list(group) for _, group in by_kind]
         self._compiled: Callable[..., Any] | None = None
         self._rows, self._short = 0, False  # for how many samples it is compiled; whether the batch before had fewer
         self._steered_by: tuple[int, int, torch.device] | None = None
@@ -107,7 +94,7 @@ class Pipeline:
         for transform in self.transforms:
             prepare = getattr(transform, "prepare", None)
             if prepare is not None:
-                prepare(image.device, self.dtype)
+                prepare(image.device)
         image, mask = self._run(image, mask, seed, epoch, indices)
         return _with(batch, image_key, image, mask_key, mask)
 
@@ -168,34 +155,15 @@ class Pipeline:
         """Image and mask after all transforms: pure tensor operations, the same on every device."""
         counts = [transform.draws for transform in self.transforms]
         # One call for all transforms: on a GPU its cost is launches, not arithmetic.
-        numbers = torch.split(uniform(seed, epoch, indices, sum(counts)), counts, dim=1)
-        position = 0
-        while position < len(self.transforms):
-            transform = self.transforms[position]
-            if isinstance(transform, Geometric):
-                stop = position
-                while stop < len(self.transforms) and isinstance(self.transforms[stop], Geometric):
-                    stop += 1
-                group: list[Any] = self.transforms[position:stop]
-                image, mask = self._move(image, mask, group, list(numbers[position:stop]))
-                position = stop
+        numbers = iter(torch.split(uniform(seed, epoch, indices, sum(counts)), counts, dim=1))
+        for group in self._groups:
+            draws = [next(numbers) for _ in group]
+            if isinstance(group[0], Geometric):
+                image, mask = _move(image, mask, group, draws)
                 continue
-            draw = Draw(numbers[position], seed, epoch, indices, position)
-            image = transform.apply(_as_float(image, self.dtype), draw)
-            position += 1
+            for transform, u in zip(group, draws, strict=True):
+                image = transform.apply(_as_float(image), u)
         return image, mask
-
-    def _move(
-        self, image: torch.Tensor, mask: torch.Tensor | None, group: list[Geometric], numbers: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        matrix, size = chain(group, numbers, (int(image.shape[-2]), int(image.shape[-1])))
-        if mask is not None:
-            flat = mask[:, None] if mask.ndim == 3 else mask
-            moved = pick(flat, matrix, size, self.mask_fill)
-            mask = moved[:, 0] if mask.ndim == 3 else moved
-        if all(transform.exact for transform in group):
-            return pick(image, matrix, size), mask
-        return interpolate(_as_float(image, self.dtype), matrix, size), mask
 
     def _keys(self, batch: Any) -> tuple[Key | None, Key | None]:
         if isinstance(batch, torch.Tensor):
@@ -251,10 +219,20 @@ def _asks_for_samples(function: Callable[..., Any]) -> bool:
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 4
 
 
-def _as_float(image: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if image.dtype == torch.uint8:
-        return image.to(dtype) / 255
-    return image if image.dtype == dtype else image.to(dtype)
+def _move(
+    image: torch.Tensor, mask: torch.Tensor | None, group: list[Geometric], draws: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    matrix, size = chain(group, draws, (int(image.shape[-2]), int(image.shape[-1])))
+    if mask is not None:
+        moved = pick(mask[:, None] if mask.ndim == 3 else mask, matrix, size)
+        mask = moved[:, 0] if mask.ndim == 3 else moved
+    if all(transform.exact for transform in group):
+        return pick(image, matrix, size), mask
+    return interpolate(_as_float(image), matrix, size), mask
+
+
+def _as_float(image: torch.Tensor) -> torch.Tensor:
+    return image.float() / 255 if image.dtype == torch.uint8 else image.float()
 
 
 def _padded(rows: torch.Tensor, lacking: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ sampled bilinearly; masks are always taken from the nearest pixel, at the same p
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -91,19 +92,6 @@ class RandomCrop(_Window):
         return _diagonal(one, one, left, top)
 
 
-@dataclass(frozen=True)
-class CenterCrop(_Window):
-    """The middle ``height`` × ``width`` of the image."""
-
-    exact = True
-
-    def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
-        """Output to input coordinates."""
-        one = u.new_ones(len(u))
-        top, left = round((size[0] - self.height) / 2), round((size[1] - self.width) / 2)
-        return _diagonal(one, one, one * left, one * top)
-
-
 _TRIES = 10
 
 
@@ -140,29 +128,22 @@ class RandomResizedCrop(_Window):
 
 @dataclass(frozen=True)
 class Affine(Geometric):
-    """Rotation, shift, scale and shear about the centre: degrees, shares of the size, factors, degrees."""
+    """Rotation, shift and scale about the centre: degrees, shares of the size, factors."""
 
     degrees: float = 0.0
     translate: tuple[float, float] = (0.0, 0.0)
     scale: tuple[float, float] = (1.0, 1.0)
-    shear: float = 0.0
-    p: float = 1.0
-    draws = 6
+    draws = 4
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
         """Output to input coordinates."""
-        height, width = size
-        apply = u[:, 5] < self.p
-        angle = torch.where(apply, torch.deg2rad(_between(u[:, 0], -self.degrees, self.degrees)), 0.0)
-        shift_x = torch.where(apply, _between(u[:, 1], -self.translate[0], self.translate[0]) * width, 0.0)
-        shift_y = torch.where(apply, _between(u[:, 2], -self.translate[1], self.translate[1]) * height, 0.0)
-        factor = torch.where(apply, _between(u[:, 3], *self.scale), 1.0)
-        shear = torch.where(apply, torch.tan(torch.deg2rad(_between(u[:, 4], -self.shear, self.shear))), 0.0)
+        x, y = size[1] / 2, size[0] / 2
+        angle = torch.deg2rad(_between(u[:, 0], -self.degrees, self.degrees))
+        from_x = -x - _between(u[:, 1], -self.translate[0], self.translate[0]) * size[1]
+        from_y = -y - _between(u[:, 2], -self.translate[1], self.translate[1]) * size[0]
+        factor = _between(u[:, 3], *self.scale)
         cos, sin = torch.cos(angle) / factor, torch.sin(angle) / factor
-        a, b, c, d = cos, sin, -sin - shear * cos, cos - shear * sin
-        centre_x, centre_y = width / 2, height / 2
-        from_x, from_y = -(centre_x + shift_x), -(centre_y + shift_y)
-        return _matrix(a, b, a * from_x + b * from_y + centre_x, c, d, c * from_x + d * from_y + centre_y)
+        return _matrix(cos, sin, cos * from_x + sin * from_y + x, -sin, cos, cos * from_y - sin * from_x + y)
 
 
 # --------------------------------------------------------------------------- applying
@@ -170,31 +151,29 @@ class Affine(Geometric):
 
 def chain(transforms: list[Geometric], draws: list[torch.Tensor], size: Size) -> tuple[torch.Tensor, Size]:
     """The matrix and the output size of transforms applied one after the other."""
-    whole: torch.Tensor | None = None
+    matrices = []
     for transform, u in zip(transforms, draws, strict=True):
-        matrix = transform.matrix(u, size)
-        whole = matrix if whole is None else whole @ matrix
+        matrices.append(transform.matrix(u, size))
         size = transform.size(size)
-    assert whole is not None
-    return whole, size
+    return functools.reduce(torch.matmul, matrices), size
 
 
-def pick(image: torch.Tensor, matrix: torch.Tensor, size: Size, fill: float = 0) -> torch.Tensor:
-    """The nearest pixels of ``image`` [batch, channels, height, width] in its own dtype; ``fill`` outside of it."""
+def pick(image: torch.Tensor, matrix: torch.Tensor, size: Size) -> torch.Tensor:
+    """The nearest pixels of ``image`` [batch, channels, height, width] in its own dtype; zero outside of it."""
     x, y = _places(matrix, size)
     column, row = torch.floor(x).long(), torch.floor(y).long()
     height, width = image.shape[-2:]
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
     sample = torch.arange(len(image), device=image.device)[:, None, None]
     picked = image.permute(0, 2, 3, 1)[sample, row.clamp(0, height - 1), column.clamp(0, width - 1)]
-    return torch.where(inside[:, None], picked.permute(0, 3, 1, 2), torch.full_like(picked[:1, :1, :1, :1], fill))
+    return torch.where(inside[:, None], picked.permute(0, 3, 1, 2), torch.zeros_like(picked[:1, :1, :1, :1]))
 
 
 def interpolate(image: torch.Tensor, matrix: torch.Tensor, size: Size) -> torch.Tensor:
     """``image`` (float) sampled bilinearly; zero outside of it."""
     x, y = _places(matrix, size)
     height, width = image.shape[-2:]
-    grid = torch.stack((2 * x / width - 1, 2 * y / height - 1), dim=-1).to(image.dtype)
+    grid = torch.stack((2 * x / width - 1, 2 * y / height - 1), dim=-1)
     return torch.nn.functional.grid_sample(image, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 

@@ -7,27 +7,14 @@ from typing import Protocol
 
 import torch
 
-from fulltilt.feed.random_numbers import normal_like
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What steers one transform: ``u`` [batch, draws], and the numbers from which more can be drawn."""
-
-    u: torch.Tensor
-    seed: torch.Tensor | int
-    epoch: torch.Tensor | int
-    indices: torch.Tensor
-    position: int
-
 
 class Photometric(Protocol):
     """A transform of values. ``draws`` uniform numbers steer it for each sample."""
 
     draws: int
 
-    def apply(self, image: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """The new image; ``image`` is float [batch, channels, height, width]."""
+    def apply(self, image: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        """The new image; ``image`` is float [batch, channels, height, width], ``u`` [batch, draws] in [0, 1)."""
 
 
 @dataclass(frozen=True)
@@ -43,50 +30,20 @@ class ColourJitter:
     hue: float = 0.0
     draws = 4
 
-    def apply(self, image: torch.Tensor, draw: Draw) -> torch.Tensor:
+    def apply(self, image: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         """The new image."""
-        u = draw.u[:, :, None, None, None]
+        u = u[:, :, None, None, None]
         if self.brightness:
             image = (image * _factor(u[:, 0], self.brightness)).clamp(0, 1)
         if self.contrast:
             mean = _grey(image).mean(dim=(-3, -2, -1), keepdim=True)
-            image = torch.lerp(mean.expand_as(image), image, _factor(u[:, 1], self.contrast).to(image.dtype)).clamp(
-                0, 1
-            )
+            image = torch.lerp(mean.expand_as(image), image, _factor(u[:, 1], self.contrast)).clamp(0, 1)
         if self.saturation and image.shape[1] == 3:
             grey = _grey(image).expand_as(image)
-            image = torch.lerp(grey, image, _factor(u[:, 2], self.saturation).to(image.dtype)).clamp(0, 1)
+            image = torch.lerp(grey, image, _factor(u[:, 2], self.saturation)).clamp(0, 1)
         if self.hue and image.shape[1] == 3:
             image = _turn_hue(image, (u[:, 3, 0] * 2 - 1) * self.hue)
         return image
-
-
-@dataclass(frozen=True)
-class Greyscale:
-    """Take the colour out with probability ``p``; the number of channels stays."""
-
-    p: float = 0.1
-    draws = 1
-
-    def apply(self, image: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """The new image."""
-        chosen = (draw.u[:, 0] < self.p)[:, None, None, None]
-        return torch.where(chosen, _grey(image).expand_as(image), image)
-
-
-@dataclass(frozen=True)
-class GaussianNoise:
-    """Add normal noise of standard deviation ``std`` with probability ``p``."""
-
-    std: float = 0.05
-    p: float = 1.0
-    draws = 1
-
-    def apply(self, image: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """The new image."""
-        noise = normal_like(image, draw.seed, draw.epoch, draw.indices, draw.position) * self.std
-        chosen = (draw.u[:, 0] < self.p).view(-1, *(1,) * (image.ndim - 1))
-        return torch.where(chosen, image + noise.to(image.dtype), image)
 
 
 @dataclass(frozen=True)
@@ -98,16 +55,16 @@ class Normalise:
     _on: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False, repr=False)
     draws = 0
 
-    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+    def prepare(self, device: torch.device) -> None:
         """Put the constants on the device once: a copy in each step would make the host wait for the GPU."""
-        if f"{device} {dtype}" not in self._on:
-            mean, std = (torch.tensor(v, dtype=dtype, device=device)[:, None, None] for v in (self.mean, self.std))
-            self._on[f"{device} {dtype}"] = mean, std
+        if str(device) not in self._on:
+            mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (self.mean, self.std))
+            self._on[str(device)] = mean, std
 
-    def apply(self, image: torch.Tensor, draw: Draw) -> torch.Tensor:  # noqa: ARG002
+    def apply(self, image: torch.Tensor, u: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """The new image."""
-        self.prepare(image.device, image.dtype)
-        mean, std = self._on[f"{image.device} {image.dtype}"]
+        self.prepare(image.device)
+        mean, std = self._on[str(image.device)]
         return (image - mean) / std
 
 
@@ -129,10 +86,10 @@ class SpecAugment:
         """Two numbers a band: its width and its start."""
         return 2 * (self.time_masks + self.feature_masks)
 
-    def apply(self, windows: torch.Tensor, draw: Draw) -> torch.Tensor:
+    def apply(self, windows: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         """The new windows."""
         steps, features = windows.shape[-2:]
-        time_draws, feature_draws = torch.split(draw.u, [2 * self.time_masks, 2 * self.feature_masks], dim=1)
+        time_draws, feature_draws = torch.split(u, [2 * self.time_masks, 2 * self.feature_masks], dim=1)
         time = _bands(time_draws, steps, self.time_width)[:, :, None]
         feature = _bands(feature_draws, features, self.feature_width)[:, None, :]
         blank = time | feature
