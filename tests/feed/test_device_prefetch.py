@@ -79,7 +79,7 @@ def test_long_rows_go_from_pinned_memory_straight_to_the_device(as_on_a_gpu, mon
     dataset = Pixels(23)
     with as_on_a_gpu(dataset, 5, shuffle=True, residency="pinned", num_workers=2) as loader:
         list(loader)
-        loader._cache.rows.store.pinned = True  # as it would be with a GPU
+        loader._cache.store.pinned = True  # as it would be with a GPU
         monkeypatch.setattr(HostStore, "gather", None)
         for images, numbers in loader:
             for image, number in zip(images, numbers, strict=True):
@@ -100,7 +100,7 @@ def test_vram_is_taken_only_after_the_model_has_shown_what_it_needs(as_on_a_gpu,
         assert asked[-1] is True
         list(loader)  # reads the batches before it
         assert any("all 40 samples are kept (vram)" in note for note in loader.notes)
-        assert bool(loader._cache.rows.store.present.all())
+        assert bool(loader._cache.store.present.all())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -109,7 +109,7 @@ def test_what_drop_last_left_out_is_read_before_the_next_pass_begins(as_on_a_gpu
     dataset = Pixels(43)
     with as_on_a_gpu(dataset, 4, shuffle=True, drop_last=True, num_workers=workers, residency="vram") as loader:
         assert len(list(loader)) == 10
-        assert int(loader._cache.rows.store.present.sum()) == 40
+        assert int(loader._cache.store.present.sum()) == 40
         resident = []
         serve = loader._device_batches._resident
         monkeypatch.setattr(loader._device_batches, "_resident", lambda *given: resident.append(True) or serve(*given))

@@ -37,9 +37,9 @@ def reading(**known):
     ],
 )
 def test_it_is_done_when_it_pays(known, epochs, free, pays, why):
-    verdict = staging_pays(reading(**known), epochs, free)
-    assert verdict.pays is pays
-    assert why in verdict.reason
+    found, reason = staging_pays(reading(**known), epochs, free)
+    assert found is pays
+    assert why in reason
 
 
 @pytest.fixture

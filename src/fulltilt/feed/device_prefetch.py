@@ -27,7 +27,7 @@ from fulltilt.errors import UsageError
 from fulltilt.feed.disk_cache import CacheFull
 from fulltilt.feed.epoch_order import sample_of
 from fulltilt.feed.sample_layout import Layout
-from fulltilt.feed.sample_reader import BadSamples, Failure, Reader
+from fulltilt.feed.sample_reader import BadSamples, Failure, SampleReader
 from fulltilt.feed.sample_store import DeviceStore, HostStore, pin, shared_bytes
 from fulltilt.feed.worker_pool import WorkerPool
 
@@ -62,32 +62,33 @@ _Plan = tuple[torch.Tensor, torch.Tensor, Store | None]
 
 
 class RowReader:
-    """Assembles batches in order, and keeps what was read in ``store`` (which may come, go and be None).
-
-    ``on_failure`` and ``on_full`` are told, on whatever thread reads, of a bad or random sample and that the store ran
-    out of room; both may set ``store`` to None.
-    """
+    """Assembles batches in order, and keeps what was read in ``store`` (which may come, go and be None)."""
 
     def __init__(
         self,
-        reader: Reader,
+        reader: SampleReader,
         layout: Layout,
         batch_size: int,
         *,
         workers: int,
         device: torch.device,
         bad: BadSamples,
-        on_failure: Callable[[Failure], None],
-        on_full: Callable[[CacheFull], None],
         on_worker_start: Callable[[], None] | None = None,
     ) -> None:
         self.reader, self.layout, self.batch_size, self.workers = reader, layout, batch_size, workers
-        self.bad = bad
+        self.bad, self.device = bad, device
         self.store: Store | None = None
-        self._device = device
-        self._on_failure, self._on_full, self._on_worker_start = on_failure, on_full, on_worker_start
+        self._on_worker_start = on_worker_start
         self._idle: list[WorkerPool] = []
         self._in_use: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+    def _on_failure(self, failure: Failure) -> None:
+        """A sample is bad or random; called on whatever thread reads, and may set ``store`` to None."""
+        raise NotImplementedError
+
+    def _on_full(self, full: CacheFull) -> None:
+        """The store ran out of room; see ``_on_failure``."""
+        raise NotImplementedError
 
     def lacking(self, batches: list[torch.Tensor]) -> torch.Tensor:
         """The samples of ``batches`` that are to be read from the source, each once."""
@@ -122,7 +123,7 @@ class RowReader:
             self.batch_size,
             workers=self.workers,
             slots=(SLOTS if small else 2) if self.workers else 1,
-            device=self._device,
+            device=self.device,
             on_worker_start=self._on_worker_start,
         )
 

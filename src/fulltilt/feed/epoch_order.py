@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -98,8 +97,6 @@ class Order:
         object.__setattr__(self, "batch_size", int(self.batch_size))
         if not isinstance(self.seed, int):
             raise UsageError(f"seed is {self.seed!r}; it must be a whole number")
-        if not 0 <= self.rank < self.world_size:
-            raise UsageError(f"rank {self.rank} is not below world_size {self.world_size}")
         if self.sampler is not None and self.shuffle:
             raise UsageError("a sampler decides the order itself", "Leave out shuffle=True, or leave out the sampler.")
 
@@ -124,13 +121,9 @@ class Order:
 
     def batches_per_epoch(self) -> int:
         """How many batches an epoch has on this rank. Raises TypeError for a sampler without a length."""
-        count = self._length()
+        sampler: Any = self.sampler
+        count = math.ceil(self.samples / self.world_size) if sampler is None else len(sampler)
         return count // self.batch_size if self.drop_last else math.ceil(count / self.batch_size)
-
-    def _length(self) -> int:
-        if self.sampler is not None:
-            return len(self.sampler)  # type: ignore[arg-type]
-        return math.ceil(self.samples / self.world_size)
 
     def share(self, indices: torch.Tensor) -> torch.Tensor:
         """This rank's part. Every rank gets equally many, by repeating the first few: unequal ranks would hang DDP."""
@@ -150,8 +143,8 @@ def draws_of(order: BatchOrder, epoch: int) -> list[torch.Tensor]:
 def _numbers(drawn: list[Any], samples: int) -> torch.Tensor:
     """What a sampler gave as int64. Raises UsageError for anything but numbers of samples."""
     try:
-        indices = _int64(drawn)
-    except (TypeError, ValueError) as error:
+        indices = torch.tensor([int(number) for number in drawn], dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"the sampler gives {str(drawn[0])[:60]}, not the number of a sample",
             "A sampler gives one sample after the other; batch_size cuts batches out of them.",
@@ -160,14 +153,6 @@ def _numbers(drawn: list[Any], samples: int) -> torch.Tensor:
     if len(wrong):
         raise UsageError(f"the sampler asks for sample {int(wrong[0])} of a data set of {samples}")
     return indices
-
-
-def _int64(drawn: list[Any]) -> torch.Tensor:
-    try:
-        numbers = array.array("q", drawn)  # a seventh of the time that torch takes for a list
-    except (TypeError, OverflowError):  # not all of them are whole numbers by themselves
-        return torch.tensor([int(number) for number in drawn], dtype=torch.int64)
-    return torch.frombuffer(numbers, dtype=torch.int64) if drawn else torch.empty(0, dtype=torch.int64)
 
 
 def _asked(sampler: Iterable[Any], seed: int, epoch: int, samples: int, apart: int = 0) -> list[Any]:
@@ -212,51 +197,20 @@ def every_batch_counts(order: BatchOrder) -> bool:
 def spread(samples: int, count: int) -> Iterator[int]:
     """``count`` indices spread evenly over a data set, the first and the last among them."""
     count = min(count, samples)
-    if count == 1:
-        yield 0
-    for number in range(count if count > 1 else 0):
-        yield number * (samples - 1) // (count - 1)
-
-
-class Position:
-    """Epoch and batch, counted as batches are handed out. ``next`` is where the next pass begins."""
-
-    def __init__(self) -> None:
-        self.epoch = self.batch = 0
-        self.next = 0, 0
-        self._positioned = False  # whether somebody has said where the next pass begins
-        self._told: int | None = None  # the epoch that the sampler was told last
-
-    def begin_at(self, epoch: int, batch: int) -> None:
-        """Let the next pass begin there. Raises UsageError."""
-        self.next = self.epoch, self.batch = position(epoch, batch)
-        self._positioned = True
-
-    def begin(self, order: BatchOrder | None = None) -> tuple[int, int]:
-        """Epoch and batch of a pass that begins: as told here, else as the sampler was told, else the next one."""
-        epoch, start = self.next
-        told = None if order is None else told_epoch(order)
-        if not self._positioned and told is not None and told != self._told:
-            epoch, start = told, 0
-        self._told, self._positioned = epoch, False
-        self.next = epoch + 1, 0
-        self.epoch, self.batch = epoch, start
-        return epoch, start
-
-    def handed_out(self, epoch: int, number: int) -> None:
-        """Batch ``number`` of ``epoch`` was: a checkpoint taken after its step must not see it again."""
-        self.epoch, self.batch = epoch, number + 1
-
-    def ended(self, epoch: int) -> None:
-        """The pass over ``epoch`` is over."""
-        self.epoch, self.batch = epoch + 1, 0
+    for number in range(count):
+        yield number * (samples - 1) // max(count - 1, 1)
 
 
 class PositionedLoader:
-    """What the loaders of the feed have in common: where the next iteration begins, and that they can be closed."""
+    """What the loaders of the feed have in common: where they stand, and that they can be closed.
+
+    ``_at`` is the epoch and number of the batch that comes next, ``_next`` where the next pass begins.
+    """
 
     def __init__(self) -> None:
-        self._position = Position()
+        self._at = self._next = 0, 0
+        self._positioned = False  # whether somebody has said where the next pass begins
+        self._told: int | None = None  # the epoch that the sampler was told last
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next iteration draws. Without it each iteration draws the epoch after the last one."""
@@ -264,7 +218,20 @@ class PositionedLoader:
 
     def begin_at(self, epoch: int, batch: int) -> None:
         """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
-        self._position.begin_at(epoch, batch)
+        self._at = self._next = position(epoch, batch)
+        self._positioned = True
+
+    def _begin(self, sampler: Any = None) -> tuple[int, int]:
+        """Epoch and batch of a pass that begins: as told here, else as ``sampler`` was told, else the next one."""
+        epoch, start = self._next
+        told: Any = getattr(sampler, "epoch", None)  # as DistributedSampler's set_epoch keeps it
+        heeds = callable(getattr(sampler, "set_epoch", None)) and is_whole(told) and told != self._told
+        if heeds and not self._positioned:
+            epoch, start = int(told), 0
+        self._told, self._positioned = epoch, False
+        self._next = epoch + 1, 0
+        self._at = epoch, start
+        return self._at
 
     def __iter__(self) -> Iterator[Any]:
         return observed(self, self._pass())
@@ -280,13 +247,6 @@ class PositionedLoader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def told_epoch(order: BatchOrder) -> int | None:
-    """The epoch that the sampler stands at, as DistributedSampler's ``set_epoch`` keeps it; None where it has none."""
-    sampler = getattr(order, "sampler", None)
-    epoch: Any = getattr(sampler, "epoch", None)
-    return int(epoch) if callable(getattr(sampler, "set_epoch", None)) and is_whole(epoch) else None
 
 
 def position(epoch: int, batch: int) -> tuple[int, int]:

@@ -113,7 +113,7 @@ class Hdf5Loader(PositionedLoader):
         return share // size if self.order.drop_last else -(-share // size)
 
     def _pass(self) -> Iterator[Any]:
-        epoch, first = self._position.begin()
+        epoch, first = self._begin()
         self.fill()
         batches = self._batches(self._streamed(epoch, first) if self.tier == "none" else self._resident(epoch, first))
         if self._where != self.device:

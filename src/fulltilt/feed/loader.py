@@ -19,7 +19,7 @@ import torch
 
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
-from fulltilt.feed.dataset_check import Inspection, inspect, length_of
+from fulltilt.feed.dataset_check import inspect, length_of
 from fulltilt.feed.dataset_objects import shared_handle
 from fulltilt.feed.device_prefetch import DeviceBatches
 from fulltilt.feed.epoch_order import (
@@ -66,7 +66,6 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_bad_share": (lambda value: _number(value) and value <= 1, "from 0 to 1"),
     "num_workers": (_or_none(_count), "a whole number of at least 0"),
     "checks": (_count, "a number of samples"),
-    "seed": (lambda value: isinstance(value, int), "a whole number"),
     "reserve_bytes": (_or_none(_number), "a number of bytes"),
     "decode": (_or_none(callable), "a function of what the data set returns"),
     "cache_key": (
@@ -128,7 +127,16 @@ def loader(
     workers = default_workers() if num_workers is None else num_workers
     if held := shared_handle(dataset) if workers else None:
         shared_by, workers = workers, 0
-    found = _inspected(dataset, checks, on_bad_sample, workers)
+    try:
+        found = inspect(dataset, checks=checks, policy=on_bad_sample, workers=workers)
+    except DataError as error:
+        error.__traceback__ = None
+        raise
+    if found.layout is None:
+        raise UsageError(
+            f"the samples are not tensors of one shape: {found.unstorable_because}",
+            "Return tensors, arrays, images and numbers alone, or keep the DataLoader.",
+        )
     order = Order(len(dataset), batch_size, shuffle, seed, drop_last, *ranks(rank, world_size), sampler)
     cache = SampleCache(
         dataset,
@@ -153,32 +161,14 @@ def loader(
     return made
 
 
-def _inspected(dataset: Any, checks: int, policy: Policy, workers: int) -> Inspection:
-    try:
-        found = inspect(dataset, checks=checks, policy=policy, workers=workers)
-    except DataError as error:
-        error.__traceback__ = None
-        raise
-    if found.layout is None:
-        raise UsageError(
-            f"the samples are not tensors of one shape: {found.unstorable_because}",
-            "Return tensors, arrays, images and numbers alone, or keep the DataLoader.",
-        )
-    return found
-
-
 class FeedLoader(PositionedLoader):
     """What ``feed.loader`` returns. ``notes`` collects in words what it decided; ``tier`` is where the samples live."""
 
     def __init__(self, order: BatchOrder, cache: SampleCache, augment: Augmentation | None) -> None:
         super().__init__()
         self.order, self._cache, self._augment = order, cache, augment
-        self.dataset, self.device, self.workers, self.notes = (
-            cache.dataset,
-            cache.device,
-            cache.rows.workers,
-            cache.notes,
-        )
+        self.dataset, self.device = cache.dataset, cache.device
+        self.workers, self.notes = cache.workers, cache.notes
         self._device_batches = DeviceBatches(cache.layout, cache.device)
 
     # ----------------------------------------------------------------- like a DataLoader
@@ -204,14 +194,14 @@ class FeedLoader(PositionedLoader):
     def regroup(self, order: BatchOrder) -> None:
         """Draw the same samples in the batches of another order from the next iteration on. What is kept stays."""
         if order.batch_size != self.order.batch_size:
-            self._cache.rows.resize(order.batch_size)
+            self._cache.resize(order.batch_size)
             self._device_batches.close()
         self.order = order
 
     def state_dict(self) -> dict[str, int | None]:
         """Where the iteration stands: after a load, the next batch is the one that would have come now."""
-        standing = {"epoch": self._position.epoch, "batch": self._position.batch}
-        return {**standing, "seed": self.order.seed, "step_samples": step_samples(self.order)}
+        epoch, batch = self._at
+        return {"epoch": epoch, "batch": batch, "seed": self.order.seed, "step_samples": step_samples(self.order)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``, with other ranks or batches too. Raises UsageError where that is not possible."""
@@ -224,8 +214,8 @@ class FeedLoader(PositionedLoader):
             return
         cache.settle(model_has_run=False)
         everything = [*torch.split(torch.arange(cache.samples), self.batch_size)]
-        if cache.rows.store is not None and len(cache.rows.lacking(everything)):
-            batches = self._device_batches.batches(cache.rows, everything, 0)
+        if cache.store is not None and len(cache.lacking(everything)):
+            batches = self._device_batches.batches(cache, everything, 0)
             for _ in progress(batches, len(everything), f"Decoding into {self.tier}"):
                 pass
         cache.end_epoch()
@@ -233,7 +223,7 @@ class FeedLoader(PositionedLoader):
 
     def close(self) -> None:
         """End the workers and give all memory back. A complete disk cache stays for the next run."""
-        self._cache.rows.close()
+        self._cache.close()
         self._device_batches.close()
 
     # ----------------------------------------------------------------- one epoch
@@ -241,10 +231,15 @@ class FeedLoader(PositionedLoader):
     def _pass(self) -> Iterator[Any]:
         if (now := len(self.dataset)) != (before := self._cache.samples):
             raise UsageError(f"the data set had {before} samples and has {now} now", "Make another loader for it.")
-        epoch, start = self._position.begin(self.order)
+        epoch, start = self._begin(self.sampler)
+        cache = self._cache
+        cache.begin_epoch(epoch)
         try:
-            for number, (batch, indices) in enumerate(self._kept(epoch, start), start):
-                self._position.handed_out(epoch, number)
+            batches = self._device_batches.batches(cache, draws_of(self.order, epoch)[start:], epoch)
+            for number, (leaves, indices) in enumerate(batches, start):
+                cache.batches_trained(number - start)
+                batch = cache.layout.build_batch(leaves)
+                self._at = epoch, number + 1  # a checkpoint taken after its step must not see it again
                 if len(indices):
                     yield batch if self._augment is None else self._augment(batch, self.order.seed, epoch, indices)
                 elif every_batch_counts(self.order):
@@ -253,20 +248,10 @@ class FeedLoader(PositionedLoader):
                         "count on it",
                         "Repair the samples that were skipped (loader.notes names them), or use larger batches.",
                     )
+            cache.end_epoch()
         except DataError as error:
             error.__traceback__ = None  # where in here it was noticed tells its owner nothing
             raise
-        self._position.ended(epoch)
-
-    def _kept(self, epoch: int, start: int) -> Iterator[tuple[Any, torch.Tensor]]:
-        cache = self._cache
-        cache.begin_epoch(epoch)
-        drawn = draws_of(self.order, epoch)[start:]
-        batches = self._device_batches.batches(cache.rows, drawn, epoch)
-        try:
-            for number, (leaves, indices) in enumerate(batches):
-                cache.batches_trained(number)
-                yield cache.layout.build_batch(leaves), indices
-            cache.end_epoch()
         finally:
             cache.leave_epoch()
+        self._at = epoch + 1, 0

@@ -42,20 +42,9 @@ class Notes(list[str]):
         self.append(text)
         log.warning(text)
 
-    def skipped(self, failure: Failure) -> None:
-        """A sample was left out."""
-        self.warn(f"skipped {failure.where()}: {failure.message}")
 
-
-def refuse_if_asked(asked: Residency, why: str, found: Inspection) -> None:
-    """Raise UsageError if a tier was asked for by name that ``why`` rules out."""
-    if asked not in ("auto", "none"):
-        remedy = f" {DECLARE}" if found.random_because is not None else ""
-        raise UsageError(f"the data set cannot be kept in {asked}: {why}", f"Use residency='auto'.{remedy}")
-
-
-class SampleCache:
-    """Reads samples through its ``rows`` and keeps them on a ``tier``, if they are the same every time."""
+class SampleCache(RowReader):
+    """Reads samples and keeps them on a ``tier``, if they are the same every time."""
 
     def __init__(
         self,
@@ -75,11 +64,17 @@ class SampleCache:
         on_worker_start: Callable[[], None] | None = None,
     ) -> None:
         assert found.layout is not None
-        self.dataset, self.layout, self.asked, self.device = dataset, found.layout, asked, device
+        why = found.random_because
+        checked = why is None and asked != "none" and not found.declared
+        reader = SampleReader(dataset, found.layout, seeded=why is not None, checked=checked, seed=seed)
+        super().__init__(
+            reader, found.layout, batch_size, workers=workers, device=device, bad=bad, on_worker_start=on_worker_start
+        )
+        self.dataset, self.asked = dataset, asked
         self.notes = Notes()
         self.samples = len(dataset)
         self.tier: Tier = "none"
-        self.wanted = found.random_because is None and asked != "none"
+        self.wanted = why is None and asked != "none"
         self.waits_for_model = asked == "auto" and device.type == "cuda" and reserve_bytes is None
         self._decided = self._complete = False
         self._found_random = False
@@ -90,39 +85,25 @@ class SampleCache:
         self._attributes: Attributes | None = None  # the data set's when it was last read from
         # An unknown tier or one that this machine lacks is the user's mistake: say so now, not in mid-epoch.
         choose_tier(0, self._room(model_has_run=True), asked)
-        if found.random_because is not None:
-            self.notes.say(f"read by {workers} workers on every draw: {found.random_because}. {DECLARE}")
-            refuse_if_asked(asked, found.random_because, found)
-        checked = self.wanted and not found.declared
-        self.reader = SampleReader(
-            dataset, found.layout, seeded=found.random_because is not None, checked=checked, seed=seed
-        )
-        self.rows = RowReader(
-            self.reader,
-            found.layout,
-            batch_size,
-            workers=workers,
-            device=device,
-            bad=bad,
-            on_failure=self._on_failure,
-            on_full=self._on_full,
-            on_worker_start=on_worker_start,
-        )
+        if why is not None:
+            self.notes.say(f"read by {workers} workers on every draw: {why}. {DECLARE}")
+            if asked not in ("auto", "none"):
+                raise UsageError(f"the data set cannot be kept in {asked}: {why}", f"Use residency='auto'. {DECLARE}")
 
     def begin_epoch(self, epoch: int) -> None:
         """Choose the tier where that can be done already; check what is kept."""
         if self._found_random and not self.reader.seeded:
-            self.rows.stop_workers()
+            self.stop_workers()
             self.reader.seeded = True  # from here on the workers seed each sample
         now = attributes(self.dataset)
         changed = None if self._attributes is None else changed_attribute(self._attributes, now)
         if changed is not None:
-            self.rows.stop_workers()  # they have the data set as it was when they were forked
+            self.stop_workers()  # they have the data set as it was when they were forked
         self._attributes = now
         if self.wanted and not self._decided:
             if not self.waits_for_model:
                 self.settle(model_has_run=False)
-        elif self.rows.store is not None:
+        elif self.store is not None:
             self._check(epoch, changed)
 
     def batches_trained(self, number: int) -> None:
@@ -134,10 +115,10 @@ class SampleCache:
         """Once every sample is kept, end the workers and make a disk cache permanent."""
         if self.wanted and not self._decided:
             self.settle(model_has_run=True)  # an epoch of three batches or fewer
-        store, bad = self.rows.store, self.rows.bad
+        store, bad = self.store, self.bad
         if store is None or self._complete or not bool((store.has(torch.arange(self.samples)) | bad.bad).all()):
             return
-        self.rows.stop_workers()
+        self.stop_workers()
         try:
             if isinstance(store, DiskStore) and not bad.failures:
                 store.finish()
@@ -149,7 +130,7 @@ class SampleCache:
 
     def leave_epoch(self) -> None:
         """The epoch is over, or was left early: reading in this process may itself have changed the data set."""
-        if not self.rows.workers:
+        if not self.workers:
             self._attributes = attributes(self.dataset)
 
     @torch.inference_mode(False)  # what is kept outlives the evaluation that it may be made in
@@ -168,7 +149,7 @@ class SampleCache:
                 else:  # not ours to delete
                     self.notes.say(f"{refused}; training goes on from the source")
                     self.tier, store = "none", None
-        self.rows.store = store
+        self.store = store
 
     # ----------------------------------------------------------------- opening
 
@@ -220,7 +201,7 @@ class SampleCache:
 
     def _check(self, epoch: int, changed: str | None) -> None:
         """Whether the data set was changed; and two kept samples against it, other ones each time."""
-        assert self.rows.store is not None
+        assert self.store is not None
         self._epochs_served += 1
         if changed is not None:
             told = f"the data set's attribute {changed} was changed; what was kept is no longer served"
@@ -229,7 +210,7 @@ class SampleCache:
             # It takes a fork: once where the stages are declared, else in epochs 1, 2, 4, 8 ...
             step = max(1, self.samples // COMPARED_SAMPLES)
             picked = ((epoch * 7919 + number * step) % self.samples for number in range(COMPARED_SAMPLES))
-            sample = self._first_changed(self.rows.store, picked)
+            sample = self._first_changed(self.store, picked)
             self._attributes = attributes(self.dataset)
             if sample is not None:
                 self._drop(f"sample {sample} is not what the data set returns now; what was kept is no longer served")
@@ -238,7 +219,7 @@ class SampleCache:
         kept = [index for index in indices if bool(store.has(torch.tensor([index])).all())]
         if not kept:
             return None
-        fresh = in_child_process(lambda: self._fetched(kept), self.rows.workers, self.dataset)
+        fresh = in_child_process(lambda: self._fetched(kept), self.workers, self.dataset)
         pairs = zip(kept, fresh, strict=True)
         return next((index for index, row in pairs if row is None or not torch.equal(row, store.row(index))), None)
 
@@ -262,7 +243,7 @@ class SampleCache:
 
     def _on_failure(self, failure: Failure) -> None:
         if failure.kind != "random":
-            self.notes.skipped(failure)
+            self.notes.warn(f"skipped {failure.where()}: {failure.message}")
         elif not self._found_random:
             self._found_random = True
             self._drop(f"{failure.where()}: {failure.message}; nothing is kept, every sample is drawn anew")
@@ -271,7 +252,7 @@ class SampleCache:
         if fatal and self.asked not in ("auto", "none"):
             raise DataError(why, f"Use residency='auto'. {DECLARE}")
         self.tier, self._decided, self.wanted = "none", True, False
-        store, self.rows.store = self.rows.store, None
+        store, self.store = self.store, None
         if isinstance(store, DiskStore):
             store.delete_file()
         self.notes.warn(why)

@@ -68,11 +68,6 @@ def _no_ids(found: str) -> DataError:
     )
 
 
-def _check_max_length(length: int | None) -> None:
-    if length is not None and (type(length) is not int or length < 1):
-        raise UsageError(f"max_length is {length!r}; it must be a whole number of at least 1")
-
-
 def tokenise(texts: Iterable[str], tokenizer: Callable[..., Any], *, max_length: int | None = None) -> Tokens:
     """Run ``tokenizer`` (a list of texts to ``input_ids``) over all texts once, a thousand at a time.
 
@@ -80,7 +75,8 @@ def tokenise(texts: Iterable[str], tokenizer: Callable[..., Any], *, max_length:
     """
     if isinstance(texts, str | Mapping) or not isinstance(texts, Iterable):
         raise UsageError(f"the texts are {type(texts).__name__}, not a list of texts")
-    _check_max_length(max_length)
+    if max_length is not None and (type(max_length) is not int or max_length < 1):
+        raise UsageError(f"max_length is {max_length!r}; it must be a whole number of at least 1")
     every = list(texts)
     ids: list[list[int]] = []
     starts = range(0, len(every), 1000)
@@ -212,7 +208,6 @@ class TextLoader(PositionedLoader):
         window: int | None = None,
         pad_id: int = 0,
         multiple: int = 8,
-        max_length: int | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
@@ -221,17 +216,12 @@ class TextLoader(PositionedLoader):
         world_size: int | None = None,
     ) -> None:
         super().__init__()
-        _check_max_length(max_length)
         if not isinstance(pad_id, int):
             raise UsageError(
                 f"pad_id is {pad_id!r}; it must be the number of a token", "The tokenizer knows it: pad_token_id."
             )
         if not isinstance(tokens, Tokens):
-            tokens = Tokens.of(tokens, max_length=max_length)
-        elif max_length is not None:
-            raise UsageError(
-                "these are tokens already", "Cut them where they are made: feed.tokenise(..., max_length=...)."
-            )
+            tokens = Tokens.of(tokens)
         if not len(tokens.lengths):
             raise DataError("there is no text to train on")
         self.device = device = device_or_default(device)
@@ -257,12 +247,12 @@ class TextLoader(PositionedLoader):
 
     def __len__(self) -> int:
         """Batches of the epoch that comes next; with a token budget it may differ by a few between epochs."""
-        return len(self._plan(self._position.next[0]))
+        return len(self._plan(self._next[0]))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands: after a load, the next batch is the one that would have come now."""
-        standing = {"epoch": self._position.epoch, "batch": self._position.batch}
-        return {**standing, "world_size": self.world_size, **asdict(self.batching)}
+        epoch, batch = self._at
+        return {"epoch": epoch, "batch": batch, "world_size": self.world_size, **asdict(self.batching)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``. Raises UsageError if it is none, or that of a loader with other batches."""
@@ -276,11 +266,11 @@ class TextLoader(PositionedLoader):
         self.begin_at(*found)
 
     def _pass(self) -> Iterator[dict[str, torch.Tensor]]:
-        epoch, first = self._position.begin()
+        epoch, first = self._begin()
         batches = self._plan(epoch)[first:]
         self._planned = {epoch + 1: self._planner.submit(self._make_plan, epoch + 1)}
         if not batches:
-            self._position.ended(epoch)
+            self._at = epoch + 1, 0
             return
         # What the host has to know of each batch, and the indices of all of them, in one step each.
         longest = [int(self.lengths[batch].max()) for batch in batches]
@@ -290,14 +280,12 @@ class TextLoader(PositionedLoader):
             width = padded_length(most, self.batching.multiple)
             self._real += tokens
             self._padded += width * len(picks)
-            self._position.handed_out(epoch, number)
-            yield self.assemble(picks, width)
-        self._position.ended(epoch)
+            self._at = epoch, number + 1  # a checkpoint taken after its step must not see it again
+            yield self._assembled(picks, width)
+        self._at = epoch + 1, 0
 
-    def assemble(
-        self, picks: torch.Tensor, width: int, mask_type: torch.dtype = torch.int64
-    ) -> dict[str, torch.Tensor]:
-        """The batch of samples ``picks`` (on the device), ``width`` tokens wide: for a loop with batches of its own."""
+    def _assembled(self, picks: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
+        """The batch of samples ``picks`` (on the device), ``width`` tokens wide."""
         if width > len(self._steps):
             self._flat = torch.cat([self._flat, self._flat.new_full((width - len(self._steps),), self.pad_id)])
             self._steps = torch.arange(width, device=self.device)
@@ -305,7 +293,7 @@ class TextLoader(PositionedLoader):
         places = bounds[:, :1] + self._steps[:width]
         inside = places < bounds[:, 1:]
         ids = torch.where(inside, self._flat[places], self.pad_id).long()
-        batch = {"input_ids": ids, "attention_mask": inside.to(mask_type)}
+        batch = {"input_ids": ids, "attention_mask": inside.long()}
         if self._labels is not None:
             batch["labels"] = self._labels[picks]
         return batch
