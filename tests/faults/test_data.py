@@ -80,7 +80,7 @@ WAYS = [("none", 0), ("none", 2), ("auto", 0), ("auto", 2)]
 @pytest.mark.parametrize(("residency", "workers"), WAYS)
 def test_a_bad_image_is_named_and_stops_the_run(residency: str, workers: int, tmp_path: Path) -> None:
     """Seen to fail: without the `except` in `SeededSamples.__getitem__` the exit code is 1 and no file is named (with
-    residency none; the feed has its own, `read_one`)."""
+    residency none; the feed has its own, `SampleReader`)."""
     data = images(tmp_path / "images", {23: "cut"})
     code, _, told = run(tmp_path / "out", data, residency=residency, workers=workers)
     assert code == 4

@@ -119,7 +119,8 @@ def list_caches(cache_dir: Path) -> list[CacheEntry]:
 
 def remove(entry: CacheEntry) -> bool:
     """Delete a cache; False if a running job uses it, if it is not Fulltilt's any more, or if it may not be."""
-    return not _in_use(entry.path) and OwnedFolder(entry.path.parent).remove(entry.path)
+    now = _read_entry(entry.path)
+    return not (now and now.in_use) and OwnedFolder(entry.path.parent).remove(entry.path)
 
 
 def sweep(cache_dir: Path) -> int:
@@ -164,21 +165,16 @@ def free_disk_bytes(folder: Path) -> int | None:
 
 def _read_entry(path: Path) -> CacheEntry | None:
     try:
-        fd = _open_file(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        status, header = os.fstat(fd), json.loads(os.pread(fd, HEADER_BYTES, 0).rstrip(b"\0"))
-        if header["format"] != FORMAT or type(header["samples"]) is not int:
+        with open(_open_file(path, os.O_RDONLY), "rb") as file:
+            status, header = os.fstat(file.fileno()), json.loads(file.read(HEADER_BYTES).rstrip(b"\0"))
+            label, samples, in_use = str(header["label"]), header["samples"], _is_locked(file.fileno())
+        if header["format"] != FORMAT or type(samples) is not int:
             return None
-        label, samples = str(header["label"]), header["samples"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    finally:
-        os.close(fd)
     # Blocks, not length: a half-written file is sparse.
     size, complete = status.st_blocks * 512, not path.name.endswith(PARTIAL)
-    return CacheEntry(path, label, samples, size, complete, status.st_mtime, _in_use(path))
+    return CacheEntry(path, label, samples, size, complete, status.st_mtime, in_use)
 
 
 def _open_file(path: Path, flags: int) -> int:
@@ -191,20 +187,14 @@ def _open_file(path: Path, flags: int) -> int:
     return fd
 
 
-def _in_use(path: Path) -> bool:
+def _is_locked(fd: int) -> bool:
     """Whether a process has the cache open: it holds a shared lock, which the kernel ends at a kill too."""
     try:
-        fd = _open_file(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
         if fcntl is not None:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back with the descriptor
     except OSError:
         return True
-    finally:
-        os.close(fd)
+    return False
 
 
 # --------------------------------------------------------------------------- one cache
@@ -326,7 +316,12 @@ def open_cache(
             store, how = _find(owned, name, layout, samples)
             if store is None:
                 _sweep(owned)
-                _refuse_without_room(owned.path, samples * (layout.row_bytes + 4))
+                need, free = samples * (layout.row_bytes + 4), free_disk_bytes(owned.path)
+                if free is not None and need > free // 2:
+                    raise CacheFull(
+                        f"a new cache of {in_words(need)} is more than half of the {in_words(free)} free in "
+                        f"{owned.path}; `fulltilt cache clear` makes room"
+                    )
                 _create(owned, name + PARTIAL, label, layout, samples)
                 store = DiskStore(owned, name + PARTIAL, samples, layout.row_bytes, keep=keep)
             return store, how
@@ -339,34 +334,23 @@ def open_cache(
         raise FulltiltError(f"the cache in {owned.path} cannot be written: {error.strerror}") from error
 
 
-def _refuse_without_room(folder: Path, need_bytes: int) -> None:
-    free = free_disk_bytes(folder)
-    if free is not None and need_bytes > free // 2:
-        raise CacheFull(
-            f"a new cache of {in_words(need_bytes)} is more than half of the {in_words(free)} free in {folder}; "
-            "`fulltilt cache clear` makes room"
-        )
-
-
 def _find(owned: OwnedFolder, final: str, layout: Layout, samples: int) -> tuple[DiskStore | None, str]:
     """The complete cache of this name, or the one that other ranks are writing; what is of no use is deleted."""
     how = "new"
     for name in (final, final + PARTIAL):
-        path, complete = owned.path / name, name == final
-        if complete or (owned.owns(name) and _in_use(path)):
-            entry = _read_entry(path)
+        path, entry = owned.path / name, _read_entry(owned.path / name)
+        if entry and entry.samples == samples and (entry.complete or (entry.in_use and owned.owns(name))):
             with contextlib.suppress(OSError, ValueError):
-                if entry is not None and entry.samples == samples:
-                    store = DiskStore(owned, name, samples, layout.row_bytes, keep=True)
-                    if not complete:
-                        return store, "shared with other processes"
-                    if (damaged := store.first_damaged()) is None:
-                        with contextlib.suppress(OSError):  # somebody else's: not for us to say when it was used
-                            os.utime(store._fd)
-                        return store, "found"
-                    store.delete_file()
-                    store.close()
-                    how = f"new; the one there was damaged in its sample {damaged}"
+                store = DiskStore(owned, name, samples, layout.row_bytes, keep=True)
+                if not entry.complete:
+                    return store, "shared with other processes"
+                if (damaged := store.first_damaged()) is None:
+                    with contextlib.suppress(OSError):  # somebody else's: not for us to say when it was used
+                        os.utime(store._fd)
+                    return store, "found"
+                store.delete_file()
+                store.close()
+                how = f"new; the one there was damaged in its sample {damaged}"
         if not owned.remove(name):
             raise CacheFull(f"{path} was not made by Fulltilt and is left as it is")
     return None, how

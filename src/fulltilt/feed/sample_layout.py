@@ -40,24 +40,6 @@ class Leaf:
         return f"{self.path or 'sample'}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor of the host, one after the other."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    # Not a view: torch calls one element contiguous whatever its stride is, and then refuses to see it as bytes.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
-
-
-def is_image(value: Any) -> bool:
-    """Whether ``value`` is a PIL image; PIL is not imported for the question."""
-    module = sys.modules.get("PIL.Image")
-    return module is not None and isinstance(value, module.Image)
-
-
-def _is_array(value: Any) -> bool:
-    module = sys.modules.get("numpy")
-    return module is not None and isinstance(value, module.ndarray | module.generic)
-
-
 def as_tensor(value: Any, path: str) -> torch.Tensor:
     """A leaf as default_collate would turn it into a tensor; a PIL image becomes uint8 [channels, height, width]."""
     if isinstance(value, torch.Tensor):
@@ -65,37 +47,29 @@ def as_tensor(value: Any, path: str) -> torch.Tensor:
         if kind is not torch.strided:
             raise Unstorable(f"{path or 'the sample'} is a {kind} tensor; only dense tensors can be kept")
         return value.detach().cpu().as_subclass(torch.Tensor).contiguous()
-    if isinstance(value, bool):
-        return torch.tensor(value, dtype=torch.bool)
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
     if isinstance(value, int):
         if not -(2**63) <= value < 2**63:
             raise Unstorable(f"{path or 'the sample'} is {value}, which does not fit into 64 bits")
-        return torch.tensor(value, dtype=torch.int64)
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
-    if is_image(value):
+        return torch.tensor(value)
+    images, numpy = sys.modules.get("PIL.Image"), sys.modules.get("numpy")  # not imported for the question
+    if images is not None and isinstance(value, images.Image):
         if value.mode not in _IMAGE_MODES:
             raise Unstorable(f"{path or 'the sample'} is an image of mode {value.mode}; convert it to RGB or L")
         flat = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
         width, height = value.size
         return flat.view(height, width, _IMAGE_MODES[value.mode]).permute(2, 0, 1).contiguous()
-    if _is_array(value):
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         try:
-            return _array_as_tensor(sys.modules["numpy"].asarray(value))
+            # torch takes neither the other byte order nor a flipped view; a data set may return both.
+            array = numpy.asarray(value, value.dtype.newbyteorder("="))
+            return torch.as_tensor(array.copy() if any(stride < 0 for stride in array.strides) else array).contiguous()
         except TypeError as error:
             raise Unstorable(
                 f"{path or 'the sample'} is an array of {value.dtype}, which torch does not have"
             ) from error
     raise Unstorable(f"{path or 'the sample'} is {type(value).__name__}, which is not a tensor, array, image or number")
-
-
-def _array_as_tensor(array: Any) -> torch.Tensor:
-    """torch takes neither a flipped view nor the other byte order; a data set may return both."""
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    if any(stride < 0 for stride in array.strides):
-        array = array.copy()
-    return torch.as_tensor(array).contiguous()
 
 
 # Rows and leaves start at multiples of this, so that a gather moves whole 16-byte words whatever the dtype.
@@ -129,21 +103,18 @@ class Layout:
             if tensor.shape != leaf.shape or tensor.dtype != leaf.dtype:
                 found = f"{leaf.path or 'sample'} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
                 raise ShapeChanged(f"{found} instead of {leaf.describe()}")
-            if leaf.nbytes:
-                row[leaf.offset : leaf.offset + leaf.nbytes].copy_(bytes_of(tensor))
+            plain = tensor.resolve_conj().resolve_neg().contiguous()
+            # Not a view: torch calls one element contiguous whatever its stride, and then refuses to see it as bytes.
+            data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+            row[leaf.offset : leaf.offset + leaf.nbytes].copy_(data)
 
     def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a batch as views into its packed ``rows``: one tensor [batch, *shape] for each leaf."""
-        parts = []
-        for leaf in self.leaves:
-            part = rows[:, leaf.offset : leaf.offset + leaf.nbytes]
-            if not leaf.nbytes:
-                parts.append(torch.empty((rows.shape[0], *leaf.shape), dtype=leaf.dtype, device=rows.device))
-                continue
-            # Offsets and row lengths are multiples of 16 bytes, so that the view in another dtype needs no copy.
-            part = part.view(leaf.dtype)
-            parts.append(part.view(len(rows), *leaf.shape))
-        return parts
+        # Offsets and row lengths are multiples of 16 bytes, so that the view in another dtype needs no copy.
+        return [
+            rows[:, leaf.offset : leaf.offset + leaf.nbytes].view(leaf.dtype).view(len(rows), *leaf.shape)
+            for leaf in self.leaves
+        ]
 
     def build(self, leaves: list[Any]) -> Any:
         """A sample of the data set's own structure from its leaves."""

@@ -6,7 +6,7 @@ import bisect
 import os
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,60 +97,51 @@ class SampleReader:
                 self.seeded = True
                 index = int(sample_of(indices[0]))
                 failures = [Failure(index, "random", "it draws random numbers", name_of(self.dataset, index))]
-            for draw, row in _pairs(indices, rows):
+            for draw, row in zip(indices.tolist(), rows, strict=True):
                 self._generators.seed(sample_seed(self.seed, epoch, draw))
-                failures += _failed([read_one(self.dataset, sample_of(draw), self.layout, row)])
+                failures += self._read_one(sample_of(draw), row)
             return failures
 
     def _read_plainly(self, indices: torch.Tensor, rows: torch.Tensor) -> list[Failure]:
-        failures = self._read_together(indices, rows)
-        if failures is None:
-            failures = _failed(read_one(self.dataset, i, self.layout, row) for i, row in _pairs(indices, rows))
+        failures: list[Failure] = []
+        if not self._read_together(indices, rows):
+            for index, row in zip(indices.tolist(), rows, strict=True):
+                failures += self._read_one(index, row)
         return failures
 
-    def _read_together(self, indices: torch.Tensor, rows: torch.Tensor) -> list[Failure] | None:
-        """One call for all samples; None where that does not work: read one by one, a culprit can be named."""
+    def _read_together(self, indices: torch.Tensor, rows: torch.Tensor) -> bool:
+        """One call for all samples; False where that does not work: read one by one, a culprit can be named."""
         try:
             if type(self.dataset) is torch.utils.data.TensorDataset:
                 for part, column in zip(self.layout.split(rows), self.dataset[indices], strict=True):
                     part.copy_(column)
-                return []
+                return True
             # torch's own Subset has the method too, and only loops in it.
             if not hasattr(self.dataset, "__getitems__") or isinstance(self.dataset, torch.utils.data.Subset):
-                return None
+                return False
             for row, sample in zip(rows, self.dataset.__getitems__(indices.tolist()), strict=True):
                 self.layout.pack(sample, row)
         except Exception:
-            return None
+            return False
+        return True
+
+    def _read_one(self, index: int, row: torch.Tensor) -> list[Failure]:
+        try:
+            sample = self.dataset[index]
+        except Exception as error:
+            return [failure_of(self.dataset, index, error)]
+        try:
+            self.layout.pack(sample, row)
+        except (ShapeChanged, Unstorable) as error:
+            return [Failure(index, "shape", str(error), name_of(self.dataset, index))]
         return []
-
-
-def _pairs(indices: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    return zip(indices.tolist(), rows, strict=True)
-
-
-def _failed(failures: Iterable[Failure | None]) -> list[Failure]:
-    return [failure for failure in failures if failure is not None]
-
-
-def read_one(dataset: Any, index: int, layout: Layout, row: torch.Tensor) -> Failure | None:
-    """Write one sample into ``row``; None when it went well."""
-    try:
-        sample = dataset[index]
-    except Exception as error:
-        return failure_of(dataset, index, error)
-    try:
-        layout.pack(sample, row)
-    except (ShapeChanged, Unstorable) as error:
-        return Failure(index, "shape", str(error), name_of(dataset, index))
-    return None
 
 
 def failure_of(dataset: Any, index: int, error: Exception) -> Failure:
     """What is told of ``error``, which sample ``index`` raised."""
     name = name_of(dataset, index) or getattr(error, "filename", None)
     trace = "".join(traceback.format_exception(type(error), error, _below_ours(error)))
-    return Failure(index, "corrupt", one_line(error), name and str(name), trace, _users_line(error))
+    return Failure(index, "corrupt", _one_line(error), name and str(name), trace, _users_line(error))
 
 
 def _below_ours(error: Exception) -> types.TracebackType | None:
@@ -193,7 +184,7 @@ def name_of(dataset: Any, index: int) -> str | None:
     return None
 
 
-def one_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """What ``error`` says, with its type; an error of ours says enough by itself."""
     if isinstance(error, FulltiltError):
         return " ".join(error.what.split())

@@ -32,34 +32,26 @@ _SPARE_SHARE = 0.1
 _COPIERS = 8
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether staging pays, and in words why."""
-
-    pays: bool
-    reason: str
-
-
-def staging_pays(source: StorageReading, epochs: int, free_bytes: int | None) -> Verdict:
-    """Decide from what was measured of the source. A pure function; None means not measured and says so."""
+def staging_pays(source: StorageReading, epochs: int, free_bytes: int | None) -> tuple[bool, str]:
+    """Whether staging pays, and in words why, from what was measured of the source."""
     if source.kind == "tmpfs":
-        return Verdict(False, "the data lies in memory already")
+        return False, "the data lies in memory already"
     if source.total_bytes is None or not source.counted_fully:
-        return Verdict(False, "the folder is too large to count in the time allowed")
+        return False, "the folder is too large to count in the time allowed"
     if free_bytes is not None and source.total_bytes > free_bytes * (1 - _SPARE_SHARE):
-        return Verdict(False, f"{in_words(source.total_bytes)} do not fit into {in_words(free_bytes)} free")
+        return False, f"{in_words(source.total_bytes)} do not fit into {in_words(free_bytes)} free"
     if epochs < 2:
-        return Verdict(False, "every file is read once: copying it first would read it once more")
+        return False, "every file is read once: copying it first would read it once more"
     if source.kind in ("network", "hdd"):
-        return Verdict(True, f"the data lies on {source.kind} and is read {epochs} times")
+        return True, f"the data lies on {source.kind} and is read {epochs} times"
     if source.fits_in_ram:
-        return Verdict(False, f"the page cache keeps {in_words(source.total_bytes)} after the first epoch by itself")
+        return False, f"the page cache keeps {in_words(source.total_bytes)} after the first epoch by itself"
     cold, warm = source.small_cold_files_per_s, source.small_warm_files_per_s
     if cold is None or warm is None:
-        return Verdict(False, "the storage could not be measured cold; when='always' copies all the same")
+        return False, "the storage could not be measured cold; when='always' copies all the same"
     if warm > 2 * cold:
-        return Verdict(True, f"{warm:.0f} files/s from memory against {cold:.0f} from the disk")
-    return Verdict(False, f"the disk gives {cold:.0f} files/s, memory {warm:.0f}: too little to gain")
+        return True, f"{warm:.0f} files/s from memory against {cold:.0f} from the disk"
+    return False, f"the disk gives {cold:.0f} files/s, memory {warm:.0f}: too little to gain"
 
 
 def stage_dir(
@@ -84,13 +76,9 @@ def stage_dir(
     if stage_path.resolve().is_relative_to(source.resolve()):
         raise UsageError(f"the stage {stage_path} lies within the data folder {source}", "Choose one outside of it.")
     free = free_disk_bytes(stage_path)
-    if when == "auto":
-        verdict = staging_pays(read_storage(source), epochs, free)
-        if not verdict.pays:
-            return StagedFolder(source, None, verdict.reason)
-        reason = verdict.reason
-    else:
-        reason = "asked for"
+    pays, reason = (True, "asked for") if when == "always" else staging_pays(read_storage(source), epochs, free)
+    if not pays:
+        return StagedFolder(source, None, reason)
     files = list(_files_below(source))
     key = hashlib.blake2b(str(source.resolve()).encode(), digest_size=6).hexdigest()
     target = stage_path / f"{source.name}-{key}"
