@@ -29,8 +29,7 @@ from feedbench.images import MEAN, STD, PerSample, cod_chain
 from fulltilt.feed import augment
 from fulltilt.recipes.cod import model as network
 from fulltilt.recipes.cod.data import Pictures, pairs
-from fulltilt.recipes.cod.metrics import iou
-from fulltilt.recipes.cod.trainer import deep_loss, structure_loss
+from fulltilt.recipes.cod.trainer import deep_loss, iou, structure_loss
 from fulltilt.recipes.synthetic import make_folder
 from fulltilt.train import Job, TrainSettings, train
 from fulltilt.train.progress import Screen

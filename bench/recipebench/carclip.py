@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from fulltilt.recipes.carclip import CarClipOptions
-from fulltilt.recipes.carclip.loss import contrastive_loss
-from fulltilt.recipes.carclip.trainer import build
+from fulltilt.recipes.carclip.trainer import build, contrastive_loss
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import spread
 from fulltilt.recipes.synthetic.cars import CAPTIONS, COLUMNS, described, picture

@@ -50,7 +50,7 @@ def test_cod_learns_from_vram_and_prints_the_guides_lines(
 
 
 def test_the_measures_are_those_of_the_cpu() -> None:
-    from fulltilt.recipes.cod.metrics import measure
+    from fulltilt.recipes.cod.trainer import measure
 
     torch.manual_seed(0)
     guess = torch.rand(5, 1, 64, 80)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,25 @@ def opened(path: Path) -> Iterator[Image.Image]:
         elif isinstance(error, UnidentifiedImageError):
             what = f"cannot read {path}: it is no picture that Pillow knows"
         raise DataError(what, "Repair the picture or take it out of the data.") from error
+
+
+def sizes(paths: Iterable[Path]) -> list[tuple[int, int]]:
+    """Width and height of each picture. Raises DataError naming the first that is none."""
+
+    def size(path: Path) -> tuple[int, int] | DataError:
+        try:
+            with opened(path) as picture:
+                return picture.width, picture.height
+        except DataError as error:
+            return error
+
+    with ThreadPoolExecutor(16) as readers:  # only headers are read, and a network disk answers many at once
+        found = list(readers.map(size, paths))
+    bad = [each for each in found if isinstance(each, DataError)]
+    if bad:
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise DataError(f"{bad[0].what}{more}", bad[0].remedy)
+    return [each for each in found if not isinstance(each, DataError)]
 
 
 def as_rgb(image: Any) -> Image.Image:

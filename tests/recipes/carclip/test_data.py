@@ -16,13 +16,13 @@ from fulltilt.recipes.carclip.data import (
     CarPictures,
     CarViews,
     Picture,
-    check_readable,
     decoded,
     prompts,
     read,
     read_templates,
 )
 from fulltilt.recipes.carclip.trainer import check, check_options
+from fulltilt.recipes.images import sizes
 from fulltilt.recipes.recipe import Request
 from fulltilt.train.config import TrainSettings
 
@@ -173,7 +173,7 @@ def test_a_line_with_a_value_too_many_and_a_systems_own_files_do_no_harm(garage:
 def test_missing_pictures_are_counted(tmp_path: Path) -> None:
     pictures = [Picture(tmp_path / f"{n}.jpg", None, "x", ("x",), "train") for n in range(3)]
     with pytest.raises(DataError, match=r"0\.jpg is not there \(and 2 more\)"):
-        check_readable(pictures)
+        sizes(picture.path for picture in pictures)
 
 
 def test_templates_of_ones_own(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch.multiprocessing
 from torch import nn
 from torch.nn import functional
 
-from fulltilt.recipes.carclip.loss import MOST_LOG_SCALE, compared, contrastive_loss
+from fulltilt.recipes.carclip.trainer import MOST_LOG_SCALE, compared, contrastive_loss
 from fulltilt.train.guards import is_out_of_memory
 
 SAMPLES = 24

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fulltilt.recipes.carclip import metrics
-from fulltilt.recipes.carclip.metrics import named, recalls
+from fulltilt.recipes.carclip import trainer as metrics
+from fulltilt.recipes.carclip.trainer import named, recalls
 
 
 def by_hand(images: torch.Tensor, texts: torch.Tensor, cars: list[int]) -> dict[str, float]:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from fulltilt.cli.train import run_recipe
 from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip import RECIPE, trainer
-from fulltilt.recipes.carclip.loss import contrastive_loss
 from fulltilt.recipes.carclip.model import TOKENIZER, fixed_length, tokenised
+from fulltilt.recipes.carclip.trainer import contrastive_loss
 from fulltilt.recipes.pretrained import own_tokenizer, trained_tokenizer
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import make_folder

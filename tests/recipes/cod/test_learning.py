@@ -13,7 +13,7 @@ from PIL import Image
 
 from fulltilt.cli import main as command
 from fulltilt.recipes.cod.data import Pictures, pairs
-from fulltilt.recipes.cod.metrics import iou
+from fulltilt.recipes.cod.trainer import iou
 from fulltilt.recipes.synthetic import make_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.recipes, pytest.mark.timeout(3600)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fulltilt.recipes.cod import metrics
+from fulltilt.recipes.cod import trainer as metrics
 from fulltilt.recipes.synthetic import cod as made
 
 REFERENCE = importlib.util.find_spec("py_sod_metrics") is not None

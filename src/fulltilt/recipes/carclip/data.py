@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,23 +146,6 @@ def refuse_one_car(pictures: Iterable[Picture]) -> None:
             f"every picture to train on is said to show the same car ({' '.join(shown.pop())[:60]})",
             "There is nothing to tell apart: give each car a folder or caption of its own.",
         )
-
-
-def check_readable(pictures: Iterable[Picture]) -> None:
-    """Open every picture far enough to know that it is one. Raises DataError naming the first that is not."""
-    with ThreadPoolExecutor(8) as pool:
-        problems = [problem for problem in pool.map(_problem, pictures) if problem is not None]
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise DataError(f"{problems[0]}{more}", "Repair the picture or take it out of the data.")
-
-
-def _problem(picture: Picture) -> str | None:
-    try:
-        with opened(picture.path):
-            return None
-    except DataError as error:
-        return error.what
 
 
 def read_templates(file: Path | None, defaults: tuple[str, ...]) -> tuple[str, ...]:

@@ -37,13 +37,8 @@ TOKENIZER = {
 
 
 class DualEncoder(torch.nn.Module):
-    """transformers' CLIPModel behind one ``forward``, so that torch.compile and checkpointing see one module.
+    """transformers' CLIPModel behind one ``forward``, so that torch.compile and checkpointing see one module."""
 
-    ``image_part`` and ``text_part`` are patterns of parameter names.
-    """
-
-    image_part: tuple[str, ...] = ("clip.vision_model.*",)
-    text_part: tuple[str, ...] = ("clip.text_model.*",)
     mean: torch.Tensor
     std: torch.Tensor
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip import BUILT_IN, GIVE, TEMPLATES, CarClipOptions
 from fulltilt.recipes.carclip import data as table
 from fulltilt.recipes.carclip.data import CarPictures, CarViews, Label, Picture, captions_of, prompts
-from fulltilt.recipes.carclip.loss import compared, contrastive_loss
-from fulltilt.recipes.carclip.metrics import WholeSet
 from fulltilt.recipes.carclip.model import (
     TOKENIZER,
     DualEncoder,
@@ -21,11 +23,14 @@ from fulltilt.recipes.carclip.model import (
     load_hugging_face,
     random_weights,
 )
+from fulltilt.recipes.images import sizes
 from fulltilt.recipes.pretrained import own_tokenizer, refuse_unavailable
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
 from fulltilt.train.config import TrainSettings, did_you_mean
+from fulltilt.train.data_source import counts_of_all, rows_of_all
 from fulltilt.train.distributed import detect, device_of
+from fulltilt.train.guards import is_out_of_memory
 from fulltilt.train.job import Job, Stage
 
 # Above it a pretrained CLIP forgets more than it learns; 2e-5 is usual.
@@ -62,7 +67,7 @@ def check(request: Request) -> None:
     """Look at every picture before anything is built. Raises UsageError, DataError."""
     pictures = table.read(request.data, request.options.val_share)
     table.refuse_one_car(pictures)
-    table.check_readable(pictures)
+    sizes(picture.path for picture in pictures)
 
 
 def run(request: Request) -> Mapping[str, float]:
@@ -108,7 +113,7 @@ def build(request: Request) -> tuple[Job, Loaded]:
         eval_augment=CarViews(loaded.image_size, augment=False),
         eval_loss=embed_for_metrics,
         eval_metrics=WholeSet(loaded.model, labels, all_prompts, loaded.tokenise),
-        stages=(Stage("training", request.settings.epochs, frozen=_frozen(options, loaded.model)),),
+        stages=(Stage("training", request.settings.epochs, frozen=_frozen(options)),),
         name="carclip",
     )
     return job, loaded
@@ -159,11 +164,186 @@ def opening(pictures: Sequence[Picture], labels: Sequence[Label], loaded: Loaded
     return lines
 
 
-def _frozen(options: CarClipOptions, model: DualEncoder) -> tuple[str, ...]:
-    image = model.image_part if options.freeze in ("image", "both") else ()
-    text = model.text_part if options.freeze in ("text", "both") else ()
-    return (*image, *text, *(() if options.learn_temperature else ("*logit_scale",)))
+def _frozen(options: CarClipOptions) -> tuple[str, ...]:
+    towers = {"image": ("vision",), "text": ("text",), "both": ("vision", "text"), "none": ()}[options.freeze]
+    return (*(f"clip.{tower}_model.*" for tower in towers), *(() if options.learn_temperature else ("*logit_scale",)))
 
 
 def _templates(options: CarClipOptions) -> tuple[str, ...]:
     return table.read_templates(None if options.templates is None else Path(options.templates), TEMPLATES)
+
+
+# --------------------------------------------------------------------------- the loss
+
+# Every image against every caption of the step, over all micro-batches and all ranks. Plain gradient accumulation would
+# compare the samples of a micro-batch only with each other: fewer negatives, another loss. Here a step is embedded part
+# by part, compared as a whole, and each part is computed again in backward when its turn comes (GradCache, Gao et al.
+# 2021). The gradient is that of one large batch, the memory that of one part.
+
+# CLIP's own bound: beyond a scale of 100 the softmax is so sharp that training becomes unstable.
+MOST_LOG_SCALE = math.log(100.0)
+
+Batch = Mapping[str, torch.Tensor]
+
+
+def contrastive_loss(model: Any, parts: Sequence[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The symmetric InfoNCE loss over the parts of all ranks, and how many pairs it finds (``matched``).
+
+    Each rank knows all embeddings and differentiates the whole loss with respect to its own, so that no gradient has
+    to travel between ranks but those of the weights.
+    """
+    counts, own = _embedded_on_all_ranks(model, parts)
+    cars = torch.cat([part["car"] for part in parts])
+    images, texts = own
+    if len(counts) > 1:
+        # The engine weighs a rank's loss by its share of the samples. That is right for the temperature, which every
+        # rank sees the whole loss of, but the gradient of its own embeddings is complete as it is.
+        for embedded in own:
+            if embedded.requires_grad:
+                embedded.register_hook(_scaled_by(sum(counts) / len(cars)))  # type: ignore[no-untyped-call, unused-ignore]
+        images, texts, cars = (rows_of_all(rows, counts) for rows in (images, texts, cars))
+    with torch.no_grad():
+        model.log_scale.clamp_(0.0, MOST_LOG_SCALE)
+    return compared(images, texts, cars, model.log_scale)
+
+
+def compared(
+    images: torch.Tensor, texts: torch.Tensor, cars: torch.Tensor, log_scale: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of embedded pairs, in float32. Two pairs of the same car are no negatives of each other."""
+    with torch.autocast(images.device.type, enabled=False):
+        scores = log_scale.float().exp() * (images.float() @ texts.float().T)
+        same = cars[:, None] == cars[None, :]
+        same.fill_diagonal_(False)
+        scores = scores.masked_fill(same, -torch.inf)
+        pairs = torch.arange(len(cars), device=scores.device)
+        loss = (functional.cross_entropy(scores, pairs) + functional.cross_entropy(scores.T, pairs)) / 2
+        matched = (scores.detach().argmax(dim=1) == pairs).float().mean()
+    return loss, {"matched": matched}
+
+
+def _embedded_on_all_ranks(model: Any, parts: Sequence[Batch]) -> tuple[list[int], tuple[torch.Tensor, torch.Tensor]]:
+    """How many samples each rank has, and our own embedded. Memory that runs out on one rank runs out on all."""
+    samples = sum(len(part["car"]) for part in parts)
+    if not dist.is_initialized():
+        return [samples], _embedded(model, parts)
+    own = None
+    try:
+        own = _embedded(model, parts)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    # The others would wait for our embeddings for ever: they have to know before.
+    counts = counts_of_all(-1 if own is None else samples)
+    if own is None or min(counts) < 0:
+        raise torch.OutOfMemoryError("memory ran out on a rank while it embedded its samples")
+    return counts, own
+
+
+def _scaled_by(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda gradient: gradient * factor
+
+
+def _embedded(model: Any, parts: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and texts of all parts. Only the last part keeps its activations: backward comes to it first."""
+    *earlier, last = parts
+    # Done again with the random state of the first time, so that dropout drops the same.
+    done = [checkpoint(model, part["image"], part["tokens"], use_reentrant=False) for part in earlier]
+    done.append(model(last["image"], last["tokens"]))
+    images, texts = zip(*done, strict=True)
+    return torch.cat(images), torch.cat(texts)
+
+
+# --------------------------------------------------------------------------- how well pictures and captions are found
+
+RANKS = (1, 5, 10)
+# Rows of the similarity matrix at a time: 1024 × 100,000 in float32 are 400 MB.
+CHUNK = 1024
+
+
+def recalls(images: torch.Tensor, texts: torch.Tensor, cars: torch.Tensor) -> dict[str, float]:
+    """Recall at 1, 5 and 10 from picture to caption (``i2t``) and back (``t2i``), and the mean of both at 1.
+
+    Pictures of one car share a caption: the gallery holds it once, and any of its pictures counts. A wrong entry that
+    scores just as high comes first, so that a model that says the same of everything finds nothing.
+    """
+    names, group = torch.unique(cars, return_inverse=True)
+    first = torch.full((len(names),), len(cars), device=cars.device).scatter_reduce(
+        0, group, torch.arange(len(cars), device=cars.device), "amin"
+    )
+    gallery = texts[first]
+    found = {}
+    for name, places in (
+        ("i2t", torch.cat([*_text_places(images, gallery, group)])),
+        ("t2i", torch.cat([*_image_places(images, gallery, group)])),
+    ):
+        for rank in RANKS:
+            found[f"{name}_recall_at_{rank}"] = float((places < rank).double().mean())
+    found["recall_at_1"] = (found["i2t_recall_at_1"] + found["t2i_recall_at_1"]) / 2
+    return found
+
+
+def _text_places(images: torch.Tensor, gallery: torch.Tensor, group: torch.Tensor) -> Iterator[torch.Tensor]:
+    """For each picture how many captions come before its own."""
+    for rows, own in zip(torch.split(images, CHUNK), torch.split(group, CHUNK), strict=True):
+        scores = rows @ gallery.T
+        yield (scores >= scores.gather(1, own[:, None])).sum(dim=1) - 1
+
+
+def _image_places(images: torch.Tensor, gallery: torch.Tensor, group: torch.Tensor) -> Iterator[torch.Tensor]:
+    """For each caption how many pictures of other cars come before the first of its own."""
+    for first, rows in zip(range(0, len(gallery), CHUNK), torch.split(gallery, CHUNK), strict=True):
+        scores = rows @ images.T
+        own = group[None, :] == torch.arange(first, first + len(rows), device=group.device)[:, None]
+        best = scores.masked_fill(~own, -torch.inf).amax(dim=1, keepdim=True)
+        yield ((scores >= best) & ~own).sum(dim=1)
+
+
+def named(
+    images: torch.Tensor, labels: torch.Tensor, classes: torch.Tensor, names: Sequence[Label]
+) -> dict[str, float]:
+    """Zero-shot accuracy: the label whose prompts lie nearest. Right as a whole, in the make, in make and model."""
+    known = labels >= 0
+    images, labels = images[known], labels[known]
+    guesses = torch.cat([(rows @ classes.T).argmax(dim=1) for rows in torch.split(images, CHUNK)])
+    found = {"zero_shot": float((guesses == labels).double().mean())}
+    for name, depth in (("zero_shot_make", 1), ("zero_shot_model", 2)):
+        parts = {part: number for number, part in enumerate(dict.fromkeys(label[:depth] for label in names))}
+        number = torch.tensor([parts[label[:depth]] for label in names], device=labels.device)
+        found[name] = float((number[guesses] == number[labels]).double().mean())
+    return found
+
+
+class WholeSet:
+    """The engine's ``eval_metrics``: recalls over the whole set, and zero-shot accuracy where labels are known."""
+
+    def __init__(
+        self,
+        model: DualEncoder,
+        labels: Sequence[Label],
+        prompts: Sequence[Sequence[str]],
+        tokenise: Callable[[list[str]], torch.Tensor],
+    ) -> None:
+        self.model, self.labels = model, labels
+        self.tokens = tokenise([text for texts in prompts for text in texts]) if labels else None
+
+    @torch.inference_mode()
+    def __call__(self, kept: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Metrics of all samples' embeddings."""
+        device = self.model.log_scale.device
+        images, texts, cars, labels = (kept[name].to(device) for name in ("images", "texts", "car", "label"))
+        found = recalls(images, texts, cars)
+        if self.tokens is not None and bool((labels >= 0).any()):
+            found |= named(images, labels, self.class_embeddings(device), self.labels)
+        return found
+
+    def class_embeddings(self, device: torch.device) -> torch.Tensor:
+        """[labels, width]: the mean direction of a label's prompts."""
+        assert self.tokens is not None
+        training = self.model.training
+        self.model.eval()
+        try:
+            embedded = torch.cat([self.model.embed_texts(part.to(device)) for part in torch.split(self.tokens, CHUNK)])
+        finally:
+            self.model.train(training)
+        return functional.normalize(embedded.view(len(self.labels), -1, embedded.shape[1]).mean(1), dim=-1)

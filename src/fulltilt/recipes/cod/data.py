@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from fulltilt.errors import DataError
 from fulltilt.recipes.cod import CodOptions
-from fulltilt.recipes.images import SUFFIXES, as_mask, as_rgb, opened
+from fulltilt.recipes.images import SUFFIXES, as_mask, as_rgb, opened, sizes
 from fulltilt.recipes.recipe import Request
 
 PARTS = ("Train", "Test")
@@ -86,8 +85,6 @@ class Pictures(torch.utils.data.Dataset[Any]):
         return image.permute(2, 0, 1).contiguous(), (hidden > 127).to(torch.uint8)
 
 
-# Only headers are read, and a network disk answers many at once.
-READERS = 16
 _ON_ITS_SIDE = (5, 6, 7, 8)
 
 
@@ -100,40 +97,25 @@ def check(request: Request) -> None:
 
 def check_pairs(listed: Sequence[Pair]) -> None:
     """Raise DataError when a picture has no mask, cannot be opened, or has a mask of another size."""
-    folder = listed[0].mask.parent
-    _refuse(
-        listed,
-        [pair for pair in listed if not pair.mask.is_file()],
-        lambda pair: (f"no mask for {pair.picture}", f"Put it into {folder} as {pair.mask.name}."),
-    )
-    with ThreadPoolExecutor(READERS) as pool:
-        sizes = list(pool.map(lambda pair: (_size(pair.picture), _size(pair.mask)), listed))
-    differing = {
-        pair: both
-        for pair, both in zip(listed, sizes, strict=True)
-        if both[0] != both[1] and both[1] != _upright_size(pair.picture)
-    }
-    _refuse(
-        listed,
-        list(differing),
-        lambda pair: (
-            f"{pair.mask} is {_words(differing[pair][1])}, its picture {_words(differing[pair][0])}",
-            "A mask has the size of its picture: export it again, or take both out.",
-        ),
-    )
+    missing = [pair for pair in listed if not pair.mask.is_file()]
+    if missing:
+        mask = missing[0].mask
+        what = f"no mask for {missing[0].picture}{_alike(missing, listed)}"
+        raise DataError(what, f"Put it into {mask.parent} as {mask.name}.")
+    both = zip(sizes(pair.picture for pair in listed), sizes(pair.mask for pair in listed), strict=True)
+    differing = [
+        (pair, f"{drawn[0]}×{drawn[1]}, its picture {size[0]}×{size[1]}")
+        for pair, (size, drawn) in zip(listed, both, strict=True)
+        if size != drawn and drawn != _upright_size(pair.picture)
+    ]
+    if differing:
+        pair, found = differing[0]
+        what = f"{pair.mask} is {found}{_alike(differing, listed)}"
+        raise DataError(what, "A mask has the size of its picture: export it again, or take both out.")
 
 
-def _refuse(listed: Sequence[Pair], bad: list[Pair], tell: Callable[[Pair], tuple[str, str]]) -> None:
-    if bad:
-        what, remedy = tell(bad[0])
-        more = f" ({len(bad)} of {len(listed)} are like that)" if len(bad) > 1 else ""
-        raise DataError(f"{what}{more}", remedy)
-
-
-def _size(path: Path) -> tuple[int, int]:
-    with opened(path) as image:
-        width, height = image.size
-    return width, height
+def _alike(bad: Sequence[Any], listed: Sequence[Pair]) -> str:
+    return f" ({len(bad)} of {len(listed)} are like that)" if len(bad) > 1 else ""
 
 
 def _upright_size(path: Path) -> tuple[int, int]:
@@ -142,7 +124,3 @@ def _upright_size(path: Path) -> tuple[int, int]:
         width, height = image.size
         on_its_side = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
     return (height, width) if on_its_side else (width, height)
-
-
-def _words(size: tuple[int, int]) -> str:
-    return f"{size[0]}×{size[1]}"

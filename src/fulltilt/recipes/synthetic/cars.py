@@ -138,7 +138,7 @@ def picture(car: Look, rng: np.random.Generator) -> Image.Image:
     pen = ImageDraw.Draw(image)
     ground = side * rng.uniform(0.62, 0.74)
     _street(pen, rng, side, ground)
-    _Sketch(pen, car, rng, side, ground).draw()
+    _car(pen, car, rng, side, ground)
     if rng.random() < 0.5:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return _weather(image.reduce(FINER), rng)
@@ -167,65 +167,45 @@ def _rgb(values: Any) -> Rgb:
     return red, green, blue
 
 
-class _Sketch:
-    """One car on the canvas, seen from its right side: its parts from the shadow up."""
+def _car(pen: ImageDraw.ImageDraw, car: Look, rng: np.random.Generator, side: int, ground: float) -> None:
+    """One car on the canvas, seen from its right side: shadow, body, cabin, window, lamps, wheels, badge."""
+    length, height, rear, front, roof_rear, roof_front = BODIES[car.body]
+    scale = side * rng.uniform(0.72, 0.86)
+    # Two models with the same body differ in proportion.
+    length *= scale * (0.94 + 0.04 * (car.model % 3))
+    height *= scale * (0.92 + 0.05 * ((car.make + car.model) % 4))
+    left = rng.uniform(0.02, 0.98 - length / side) * side
+    wheel = scale * 0.085 * (1.2 if car.body in ("suv", "pickup") else 1.0)
+    paint = _rgb(np.clip(np.array(COLOURS[car.colour]) + rng.uniform(-12, 12, 3), 0, 255))
 
-    def __init__(self, pen: ImageDraw.ImageDraw, car: Look, rng: np.random.Generator, side: int, ground: float) -> None:
-        self.pen, self.car, self.ground = pen, car, ground
-        length, height, *self.cabin = BODIES[car.body]
-        scale = side * rng.uniform(0.72, 0.86)
-        # Two models with the same body differ in proportion.
-        self.length = scale * length * (0.94 + 0.04 * (car.model % 3))
-        self.height = scale * height * (0.92 + 0.05 * ((car.make + car.model) % 4))
-        self.left = rng.uniform(0.02, 0.98 - self.length / side) * side
-        self.wheel = scale * 0.085 * (1.2 if car.body in ("suv", "pickup") else 1.0)
-        self.sill = ground - self.wheel * 0.75
-        self.paint = _rgb(np.clip(np.array(COLOURS[car.colour]) + rng.uniform(-12, 12, 3), 0, 255))
+    def at(x: float, y: float) -> Point:
+        return left + x * length, ground - wheel * 0.75 - y * height
 
-    def draw(self) -> None:
-        """Shadow, body, cabin, window, lamps, wheels, badge."""
-        self.pen.ellipse((*self.at(-0.02, 0, self.ground - 6), *self.at(1.02, 0, self.ground + 12)), fill=(30, 30, 32))
-        rear, front, roof_rear, roof_front = self.cabin
-        self.shape([(0, 0), (0, 0.5), (rear, 0.56), (front, 0.56), (1, 0.42), (1, 0)], self.paint)
-        self.shape([(rear, 0.5), (roof_rear, 1), (roof_front, 1), (front, 0.5)], self.paint)
-        inner = [(rear, 0.58), (roof_rear, 0.92), (roof_front, 0.92), (front, 0.58)]
-        middle = (rear + front) / 2
-        self.shape([(middle + 0.85 * (x - middle), y) for x, y in inner], (44, 58, 74))
-        self.lamps()
-        for x in (0.2, 0.8):
-            self.turn(x)
-        self.badge()
+    def shape(points: list[Point], colour: Rgb) -> None:
+        pen.polygon([at(x, y) for x, y in points], fill=colour)
 
-    def at(self, x: float, y: float, base: float | None = None) -> Point:
-        """A point of the car on the canvas."""
-        return self.left + x * self.length, (self.sill if base is None else base) - y * self.height
-
-    def shape(self, points: list[Point], colour: Rgb) -> None:
-        """A filled polygon in the car's coordinates."""
-        self.pen.polygon([self.at(x, y) for x, y in points], fill=colour)
-
-    def lamps(self) -> None:
-        """Headlamps grow longer and flatter with the years; old ones are round."""
-        year = self.car.year
-        width, height = 0.05 + 0.025 * year, 0.16 - 0.022 * year
-        for x, colour in ((1.0 - width, (255, 246, 196)), (0.0, (214, 36, 30))):
-            box = (*self.at(x, 0.36 + height / 2), *self.at(x + width, 0.36 - height / 2))
-            (self.pen.ellipse if year < 2 else self.pen.rectangle)(box, fill=colour, outline=(20, 20, 20))
-
-    def turn(self, x: float) -> None:
-        """A wheel; the spokes are the make's."""
-        (cx, cy), r = self.at(x, 0), self.wheel
-        rim, spokes = 0.68 * r, 3 + self.car.make % 4
-        self.pen.ellipse((cx - r, cy - r, cx + r, cy + r), fill=(22, 22, 24))
-        self.pen.ellipse((cx - rim, cy - rim, cx + rim, cy + rim), fill=(196, 198, 202))
+    shadow = (left - 0.02 * length, ground - 6, left + 1.02 * length, ground + 12)
+    pen.ellipse(shadow, fill=(30, 30, 32))
+    shape([(0, 0), (0, 0.5), (rear, 0.56), (front, 0.56), (1, 0.42), (1, 0)], paint)
+    shape([(rear, 0.5), (roof_rear, 1), (roof_front, 1), (front, 0.5)], paint)
+    inner = [(rear, 0.58), (roof_rear, 0.92), (roof_front, 0.92), (front, 0.58)]
+    middle = (rear + front) / 2
+    shape([(middle + 0.85 * (x - middle), y) for x, y in inner], (44, 58, 74))
+    # Lamps grow longer and flatter with the years; old ones are round.
+    long, flat = 0.05 + 0.025 * car.year, 0.16 - 0.022 * car.year
+    for x, colour in ((1.0 - long, (255, 246, 196)), (0.0, (214, 36, 30))):
+        box = (*at(x, 0.36 + flat / 2), *at(x + long, 0.36 - flat / 2))
+        (pen.ellipse if car.year < 2 else pen.rectangle)(box, fill=colour, outline=(20, 20, 20))
+    # The spokes are the make's.
+    rim, spokes = 0.68 * wheel, 3 + car.make % 4
+    for cx, cy in (at(0.2, 0), at(0.8, 0)):
+        for radius, colour in ((wheel, (22, 22, 24)), (rim, (196, 198, 202))):
+            pen.ellipse((cx - radius, cy - radius, cx + radius, cy + radius), fill=colour)
         for spoke in range(spokes):
             angle = 2 * math.pi * spoke / spokes + 0.3
             end = (cx + rim * math.cos(angle), cy + rim * math.sin(angle))
-            self.pen.line((cx, cy, *end), fill=(40, 40, 44), width=max(int(0.16 * r), 2))
-
-    def badge(self) -> None:
-        """The make's sign on the door: a shape and a colour of its own."""
-        (cx, cy), r = self.at(0.5, 0.3), 0.17 * self.height
-        fill = ((250, 250, 250), (250, 214, 40), (20, 20, 20), (70, 200, 240))[self.car.make // 3]
-        corners = (24, 3, 4)[self.car.make % 3]
-        self.pen.regular_polygon((cx, cy, r * 1.15), corners, fill=fill, outline=(128, 128, 128))
+            pen.line((cx, cy, *end), fill=(40, 40, 44), width=max(int(0.16 * wheel), 2))
+    # Its sign on the door: a shape and a colour of its own.
+    fill = ((250, 250, 250), (250, 214, 40), (20, 20, 20), (70, 200, 240))[car.make // 3]
+    corners = (24, 3, 4)[car.make % 3]
+    pen.regular_polygon((*at(0.5, 0.3), 0.17 * height * 1.15), corners, fill=fill, outline=(128, 128, 128))
