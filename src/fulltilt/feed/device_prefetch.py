@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import queue
 import threading
 import weakref
@@ -230,6 +231,8 @@ DEPTH = 3
 READ_FIRST_BATCHES = 16
 
 Leaves = tuple[list[torch.Tensor], torch.Tensor]  # the leaves of a batch, and the numbers of its draws on the device
+# The batches of a pass in buffers that a function gives: RowReader.host_rows of them.
+Assemble = Callable[[Callable[[], torch.Tensor]], Generator[HostRows, None, None]]
 
 
 class _Left(Exception):  # noqa: N818 - ends the feeding thread
@@ -258,14 +261,7 @@ class DeviceRing:
             # The buffers may be recycled memory on which earlier work is still queued.
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def stream(
-        self,
-        supply: RowReader,
-        batches: list[torch.Tensor],
-        epoch: int,
-        pool: WorkerPool | None,
-        leaves_of: Callable[..., list[torch.Tensor]],
-    ) -> Generator[Leaves, None, None]:
+    def stream(self, assemble: Assemble, leaves_of: Callable[..., list[torch.Tensor]]) -> Generator[Leaves, None, None]:
         """What ``leaves_of`` makes of each batch, its rows, draws and samples on the device, and the draws.
 
         Whatever ends it, the thread has ended.
@@ -274,7 +270,7 @@ class DeviceRing:
         ready: queue.SimpleQueue[tuple[int, HostRows] | BaseException | None] = queue.SimpleQueue()
         for position in range(DEPTH):
             free.put(position)
-        given = (supply, batches, epoch, pool, free, ready)
+        given = (assemble, free, ready)
         thread = threading.Thread(target=self._feed, args=given, name="fulltilt-feed", daemon=True)
         thread.start()
 
@@ -302,9 +298,7 @@ class DeviceRing:
             atexit.unregister(end)
             end()
 
-    def _feed(
-        self, supply: RowReader, batches: list[torch.Tensor], epoch: int, pool: WorkerPool | None, free: Any, ready: Any
-    ) -> None:
+    def _feed(self, assemble: Assemble, free: Any, ready: Any) -> None:
         position = 0
 
         def buffer() -> torch.Tensor:
@@ -321,7 +315,7 @@ class DeviceRing:
             if self._stream is not None:
                 torch.cuda.set_device(self.device)
                 cuda_capture.use_thread_local_mode()
-            with contextlib.closing(supply.host_rows(batches, epoch, pool, buffer)) as assembled:
+            with contextlib.closing(assemble(buffer)) as assembled:
                 for batch in assembled:
                     self._copy(position, batch)
                     ready.put((position, batch))
@@ -400,33 +394,28 @@ class DeviceBatches:
         # Without workers the data set runs in this process: on the thread that asks, whose random generators it may
         # use and which may draw from them at the same moment.
         ahead = self.copies_ahead and (pool is None or pool.workers)
+        assemble = functools.partial(supply.host_rows, batches, epoch, pool)
         try:
-            yield from (self._copied if ahead else self._here)(supply, batches, epoch, pool)
+            yield from (self._copied if ahead else self._here)(assemble, supply.batch_size)
         finally:
             if pool is not None:
                 supply.give_back(pool)
 
-    def _here(
-        self, supply: RowReader, batches: list[torch.Tensor], epoch: int, pool: WorkerPool | None
-    ) -> Iterator[Leaves]:
-        def buffer() -> torch.Tensor:
-            return torch.empty(supply.batch_size, self._layout.row_bytes, dtype=torch.uint8)
-
-        with contextlib.closing(supply.host_rows(batches, epoch, pool, buffer)) as assembled:
+    def _here(self, assemble: Assemble, batch_size: int) -> Iterator[Leaves]:
+        buffer = functools.partial(torch.empty, batch_size, self._layout.row_bytes, dtype=torch.uint8)
+        with contextlib.closing(assemble(buffer)) as assembled:
             for batch in assembled:
                 rows = batch.rows[batch.samples] if batch.scattered else batch.rows
                 here = [part.to(self._device) for part in (rows, batch.draws, batch.samples)]
                 yield self._leaves(batch, *here), here[1]
 
-    def _copied(
-        self, supply: RowReader, batches: list[torch.Tensor], epoch: int, pool: WorkerPool | None
-    ) -> Iterator[Leaves]:
+    def _copied(self, assemble: Assemble, batch_size: int) -> Iterator[Leaves]:
         # Taken out while it is in use: a second iterator at the same time gets buffers of its own.
         ring, self._ring = self._ring, None
-        if ring is None or ring.rows < supply.batch_size:
-            ring = DeviceRing(supply.batch_size, self._layout.row_bytes, self._device)
+        if ring is None or ring.rows < batch_size:
+            ring = DeviceRing(batch_size, self._layout.row_bytes, self._device)
         try:
-            with contextlib.closing(ring.stream(supply, batches, epoch, pool, self._leaves)) as arriving:
+            with contextlib.closing(ring.stream(assemble, self._leaves)) as arriving:
                 yield from arriving
         finally:
             self._ring = ring

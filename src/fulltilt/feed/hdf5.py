@@ -38,6 +38,8 @@ ALIGNMENT_BYTES = 16
 
 # Rows of each key, the row in them with which each sample begins, and the samples' numbers in the whole; in order.
 Samples = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]
+# The number of a block, and which of its samples: from and to.
+BlockPart = tuple[int, int, int]
 # A tensor for each key, and the samples' numbers.
 Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 Item = TypeVar("Item", bound=tuple[Any, ...])
@@ -128,17 +130,11 @@ class Hdf5Loader(PositionedLoader):
         """Read every row into its tier now, instead of before the first batch. Nothing to do for streamed rows."""
         if self.tier == "none" or self._kept is not None:
             return
-        numbers = list(range(len(self._blocks)))
-        offsets = list(itertools.accumulate((block.rows for block in self._blocks), initial=0))
-        columns = self._empty(offsets.pop())
-        with contextlib.closing(self._pool()) as pool, contextlib.closing(self._read(pool, numbers)) as arriving:
-            for number, row in progress(arriving, len(numbers), f"Reading HDF5 into {self.tier}"):
-                self._place(number, row, columns, offsets[number])
-        starts = [
-            offset + torch.arange(block.samples) * self.source.stride
-            for block, offset in zip(self._blocks, offsets, strict=True)
-        ]
-        self._kept = columns, torch.cat(starts).to(self._where)
+        everything = [(number, 0, block.samples) for number, block in enumerate(self._blocks)]
+        with contextlib.closing(self._pool()) as pool, contextlib.closing(self._read(pool, everything)) as arriving:
+            shown = progress(arriving, len(everything), f"Reading HDF5 into {self.tier}")
+            columns, starts, _ = self._loaded(shown, everything)
+        self._kept = columns, starts.to(self._where)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -180,24 +176,16 @@ class Hdf5Loader(PositionedLoader):
             if used < count:
                 groups.append((group, mix(seed, start), used))
             used = max(0, used - count)
-        read = self._read(pool, [number for group, _, _ in groups for number, _, _ in group])
-        with contextlib.closing(read):
+        with contextlib.closing(self._read(pool, [part for group, _, _ in groups for part in group])) as arriving:
             for group, group_seed, used in groups:
-                columns = self._empty(sum(self._blocks[number].rows for number, _, _ in group))
-                starts, numbers, offset = [], [], 0
-                for number, begin, end in group:
-                    self._place(number, next(read)[1], columns, offset)
-                    inside = torch.arange(begin, end)
-                    starts.append(offset + inside * self.source.stride)
-                    numbers.append(self._blocks[number].first_sample + inside)
-                    offset += self._blocks[number].rows
-                order = torch.arange(sum(map(len, numbers)))
+                columns, starts, numbers = self._loaded(itertools.islice(arriving, len(group)), group)
+                order = torch.arange(len(numbers))
                 if self.order.shuffle:
                     order = torch.randperm(len(order), generator=torch.Generator().manual_seed(group_seed))
                 order = order[used:]
-                yield columns, torch.cat(starts)[order].to(self.device), torch.cat(numbers)[order].to(self.device)
+                yield columns, starts[order].to(self.device), numbers[order].to(self.device)
 
-    def _share(self, seed: int) -> list[tuple[int, int, int]]:
+    def _share(self, seed: int) -> list[BlockPart]:
         """This rank's blocks, and which of their samples: every rank has as many, whatever the sizes of the blocks."""
         count, share = len(self._blocks), self.source.samples // self.order.world_size
         chosen = torch.arange(count)
@@ -221,27 +209,31 @@ class Hdf5Loader(PositionedLoader):
             self._reader, self._reader.block_bytes, 1, workers=self.workers, slots=slots, device=self.device
         )
 
-    def _read(self, pool: WorkerPool, numbers: list[int]) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Each block's number and its bytes, which are valid until the next is asked for. Raises DataError."""
-        stream = pool.stream((torch.tensor([number]) for number in numbers), 0)
-        with contextlib.closing(stream):
-            for number, (rows, failures) in zip(numbers, stream, strict=True):
+    def _read(self, pool: WorkerPool, parts: list[BlockPart]) -> Generator[torch.Tensor, None, None]:
+        """Each block's bytes, which are valid until the next are asked for. Raises DataError."""
+        with contextlib.closing(pool.stream((torch.tensor([number]) for number, _, _ in parts), 0)) as stream:
+            for rows, failures in stream:
                 if failures:
                     raise DataError(failures[0].message, DAMAGED)
                 try:
-                    yield number, rows[0]
+                    yield rows[0]
                 finally:
                     self._synchronize()
 
-    def _empty(self, rows: int) -> list[torch.Tensor]:
-        return [
-            torch.empty((rows, *column.shape), dtype=column.dtype, device=self._where) for column in self.source.columns
-        ]
-
-    def _place(self, number: int, row: torch.Tensor, columns: list[torch.Tensor], offset: int) -> None:
-        block = self._blocks[number]
-        for column, part in zip(columns, self._reader.parts(block, row), strict=True):
-            column[offset : offset + block.rows].copy_(part, non_blocking=True)
+    def _loaded(self, arriving: Iterable[torch.Tensor], group: list[BlockPart]) -> Samples:
+        """The rows of all blocks of ``group``, and those of their samples that are asked for."""
+        rows = sum(self._blocks[number].rows for number, _, _ in group)
+        described = self.source.columns
+        columns = [torch.empty((rows, *one.shape), dtype=one.dtype, device=self._where) for one in described]
+        starts, numbers, offset = [], [], 0
+        for (number, begin, end), data in zip(group, arriving, strict=True):
+            block, inside = self._blocks[number], torch.arange(begin, end)
+            for column, part in zip(columns, self._reader.parts(block, data), strict=True):
+                column[offset : offset + block.rows].copy_(part, non_blocking=True)
+            starts.append(offset + inside * self.source.stride)
+            numbers.append(block.first_sample + inside)
+            offset += block.rows
+        return columns, torch.cat(starts), torch.cat(numbers)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
