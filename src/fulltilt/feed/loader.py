@@ -150,7 +150,6 @@ def loader(
         reserve_bytes=reserve_bytes,
         cache_dir=cache_dir,
         cache_key=cache_key,
-        checks=checks,
     )
     made = FeedLoader(order, cache, as_augmentation(augment))
     if held:

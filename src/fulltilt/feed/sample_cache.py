@@ -23,6 +23,8 @@ from fulltilt.feed.worker_pool import in_child_process
 
 # Kept samples that are compared with the data set itself, in epochs that become ever rarer.
 COMPARED_SAMPLES = 2
+# Those of a disk cache that were there before this run.
+CHECKED_SAMPLES = 8
 # Steps after which the model's own memory is known: weights, activations, optimizer states (made in the first step).
 SETTLED_AFTER_BATCHES = 3
 
@@ -60,7 +62,6 @@ class SampleCache(RowReader):
         reserve_bytes: int | None = None,
         cache_dir: str | Path | None = None,
         cache_key: str | None = None,
-        checks: int = 8,
         on_worker_start: Callable[[], None] | None = None,
     ) -> None:
         assert found.layout is not None
@@ -78,7 +79,7 @@ class SampleCache(RowReader):
         self.waits_for_model = asked == "auto" and device.type == "cuda" and reserve_bytes is None
         self._decided = self._complete = False
         self._found_random = False
-        self._reserve_bytes, self._checks = reserve_bytes, checks
+        self._reserve_bytes = reserve_bytes
         self._cache_key = cache_key if cache_key is not None else getattr(dataset, "cache_key", None)
         self._cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self._epochs_served, self._declared = 0, found.declared
@@ -138,7 +139,7 @@ class SampleCache(RowReader):
         """Decide the tier, now that the model's own memory is known, and begin to keep what is read."""
         store = self._open(model_has_run=model_has_run)
         if isinstance(store, DiskStore):
-            changed = self._first_changed(store, spread(self.samples, self._checks))
+            changed = self._first_changed(store, spread(self.samples, CHECKED_SAMPLES))
             if changed is not None:
                 refused = f"the cache was refused: its sample {changed} is not what the data set returns"
                 deleted = store.delete_file()

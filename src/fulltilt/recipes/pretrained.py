@@ -119,21 +119,13 @@ def trained_tokenizer(
 
     The numbers of the special tokens are in the order start, pad, end; ``pad`` may be ``end``.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.BPE())
-    made.normalizer = normalizers.Sequence([normalizers.NFKC(), *([normalizers.Lowercase()] if lowercase else [])])
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    made.decoder = decoders.ByteLevel()
+    learnt = ByteLevelBPETokenizer(add_prefix_space=True, lowercase=lowercase, unicode_normalizer="nfkc")
     special = list(dict.fromkeys([start, pad, end]))
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # no text is unknown
-        show_progress=False,
-    )
-    made.train_from_iterator(sorted(set(texts)), trainer)
+    learnt.train_from_iterator(sorted(set(texts)), size, min_frequency=0, show_progress=False, special_tokens=special)
+    made = Tokenizer.from_str(learnt.to_str())
     made.post_processor = processors.TemplateProcessing(
         single=f"{start} $A {end}", special_tokens=[(token, special.index(token)) for token in (start, end)]
     )

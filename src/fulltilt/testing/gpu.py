@@ -125,18 +125,14 @@ class FakeDriver:
     # ----------------------------------------------------------------------- one GPU
 
     def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu, version: int | None = None) -> Any:
-        memory = pynvml.c_nvmlMemory_v2_t() if version else pynvml.c_nvmlMemory_t()
-        memory.total, memory.used = handle.vram_total_bytes, int(at(handle.vram_used_bytes, self.clock()))
+        total, used = handle.vram_total_bytes, int(at(handle.vram_used_bytes, self.clock()))
         if not version:  # it counts the driver's own reserve as used
-            memory.used += handle.vram_reserved_bytes
-        memory.free = memory.total - memory.used
-        return memory
+            used += _DRIVER_RESERVE_BYTES
+        return _struct(total=total, used=used, free=total - used)
 
     def nvmlDeviceGetUtilizationRates(self, handle: FakeGpu) -> Any:
-        use = pynvml.c_nvmlUtilization_t()
-        use.gpu = int(_known(at(handle.util_pct, self.clock())))
-        use.memory = int(at(handle.mem_util_pct, self.clock()))
-        return use
+        busy = int(_known(at(handle.util_pct, self.clock())))
+        return _struct(gpu=busy, memory=int(at(handle.mem_util_pct, self.clock())))
 
     def nvmlDeviceGetClockInfo(self, handle: FakeGpu, type: int) -> int:
         speeds = {pynvml.NVML_CLOCK_SM: handle.sm_clock_mhz, pynvml.NVML_CLOCK_MEM: handle.mem_clock_mhz}
@@ -155,9 +151,7 @@ class FakeDriver:
     # ----------------------------------------------------------------------- GPM
 
     def nvmlGpmQueryDeviceSupport(self, device: FakeGpu) -> Any:
-        support = pynvml.c_nvmlGpmSupport_t()
-        support.isSupportedDevice = int(device.gpm is not None)
-        return support
+        return _struct(isSupportedDevice=int(device.gpm is not None))
 
     def nvmlGpmSampleAlloc(self) -> Any:
         self._next_address += 0x10
@@ -195,6 +189,11 @@ class FakeDriver:
         return metricsGet
 
 
+def _struct(**fields: int | None) -> Any:
+    """What a function of NVML fills in."""
+    return pynvml.nvmlFriendlyObject(fields)
+
+
 def _known(value: Value | None) -> Value:
     if value is None:
         raise NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -217,6 +216,7 @@ Bits: TypeAlias = int | Callable[[float], int]
 Held: TypeAlias = tuple[tuple[int, int | None], ...]  # process ids with their bytes
 
 _GIB = 1024**3
+_DRIVER_RESERVE_BYTES = 300 * 1024**2
 
 
 def at(value: Value | Callable[[float], Value], t_s: float) -> Value:
@@ -232,7 +232,6 @@ class FakeGpu:
     uuid: str
     vram_total_bytes: int
     vram_used_bytes: Figure = 0
-    vram_reserved_bytes: int = 300 * 1024**2
     util_pct: Figure | None = 0
     mem_util_pct: Figure = 0
     power_w: Figure | None = 30.0
@@ -265,8 +264,7 @@ def _energy_mj(gpu: FakeGpu, t_s: float) -> int | None:
 
 
 def _processes(gpu: FakeGpu, t_s: float) -> list[Any]:
-    held = at(gpu.processes, t_s)
-    return [pynvml.nvmlFriendlyObject({"pid": pid, "usedGpuMemory": used}) for pid, used in held]
+    return [_struct(pid=pid, usedGpuMemory=used) for pid, used in at(gpu.processes, t_s)]
 
 
 # What functions tell of a GPU, whatever else they are given.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,9 @@ def build(request: Request) -> tuple[Job, Loaded]:
     templates = _templates(options)
     pictures = table.read(request.data, options.val_share)
     labels = sorted({picture.label for picture in pictures if picture.label is not None})
-    all_prompts = [prompts(label, templates) for label in labels]
+    all_prompts = [prompt for label in labels for prompt in prompts(label, templates)]
     captions = [caption for picture in pictures for caption in captions_of(picture, templates)]
-    captions += [prompt for texts in all_prompts for prompt in texts]
+    captions += all_prompts
     torch.manual_seed(request.settings.seed)  # random weights are the run's own
     loaded = load_model(request, captions)
     if detect().rank == 0:
@@ -112,7 +113,7 @@ def build(request: Request) -> tuple[Job, Loaded]:
         eval_data=samples("val"),
         eval_augment=CarViews(loaded.image_size, augment=False),
         eval_loss=embed_for_metrics,
-        eval_metrics=WholeSet(loaded.model, labels, all_prompts, loaded.tokenise),
+        eval_metrics=partial(whole_set, loaded.model, labels, loaded.tokenise(all_prompts) if labels else None),
         stages=(Stage("training", request.settings.epochs, frozen=_frozen(options)),),
         name="carclip",
     )
@@ -198,9 +199,10 @@ def contrastive_loss(model: Any, parts: Sequence[Batch]) -> tuple[torch.Tensor, 
     if len(counts) > 1:
         # The engine weighs a rank's loss by its share of the samples. That is right for the temperature, which every
         # rank sees the whole loss of, but the gradient of its own embeddings is complete as it is.
+        share = len(cars) / sum(counts)
         for embedded in own:
             if embedded.requires_grad:
-                embedded.register_hook(_scaled_by(sum(counts) / len(cars)))  # type: ignore[no-untyped-call, unused-ignore]
+                embedded.register_hook(lambda gradient: gradient / share)  # type: ignore[no-untyped-call, unused-ignore]
         images, texts, cars = (rows_of_all(rows, counts) for rows in (images, texts, cars))
     with torch.no_grad():
         model.log_scale.clamp_(0.0, MOST_LOG_SCALE)
@@ -238,10 +240,6 @@ def _embedded_on_all_ranks(model: Any, parts: Sequence[Batch]) -> tuple[list[int
     if own is None or min(counts) < 0:
         raise torch.OutOfMemoryError("memory ran out on a rank while it embedded its samples")
     return counts, own
-
-
-def _scaled_by(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda gradient: gradient * factor
 
 
 def _embedded(model: Any, parts: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -314,36 +312,25 @@ def named(
     return found
 
 
-class WholeSet:
-    """The engine's ``eval_metrics``: recalls over the whole set, and zero-shot accuracy where labels are known."""
+@torch.inference_mode()
+def whole_set(
+    model: DualEncoder, names: Sequence[Label], prompts: torch.Tensor | None, kept: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
+    """Recalls over the whole set, and zero-shot accuracy where labels are known.
 
-    def __init__(
-        self,
-        model: DualEncoder,
-        labels: Sequence[Label],
-        prompts: Sequence[Sequence[str]],
-        tokenise: Callable[[list[str]], torch.Tensor],
-    ) -> None:
-        self.model, self.labels = model, labels
-        self.tokens = tokenise([text for texts in prompts for text in texts]) if labels else None
-
-    @torch.inference_mode()
-    def __call__(self, kept: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Metrics of all samples' embeddings."""
-        device = self.model.log_scale.device
-        images, texts, cars, labels = (kept[name].to(device) for name in ("images", "texts", "car", "label"))
-        found = recalls(images, texts, cars)
-        if self.tokens is not None and bool((labels >= 0).any()):
-            found |= named(images, labels, self.class_embeddings(device), self.labels)
-        return found
-
-    def class_embeddings(self, device: torch.device) -> torch.Tensor:
-        """[labels, width]: the mean direction of a label's prompts."""
-        assert self.tokens is not None
-        training = self.model.training
-        self.model.eval()
+    ``prompts`` are the tokens of the labels' prompts, of one label after the other.
+    """
+    device = model.log_scale.device
+    images, texts, cars, labels = (kept[name].to(device) for name in ("images", "texts", "car", "label"))
+    found = recalls(images, texts, cars)
+    if prompts is not None and bool((labels >= 0).any()):
+        training = model.training
+        model.eval()
         try:
-            embedded = torch.cat([self.model.embed_texts(part.to(device)) for part in torch.split(self.tokens, CHUNK)])
+            embedded = torch.cat([model.embed_texts(part.to(device)) for part in torch.split(prompts, CHUNK)])
         finally:
-            self.model.train(training)
-        return functional.normalize(embedded.view(len(self.labels), -1, embedded.shape[1]).mean(1), dim=-1)
+            model.train(training)
+        # The mean direction of a label's prompts stands for it.
+        classes = functional.normalize(embedded.view(len(names), -1, embedded.shape[1]).mean(1), dim=-1)
+        found |= named(images, labels, classes, names)
+    return found
