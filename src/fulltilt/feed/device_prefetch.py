@@ -104,7 +104,19 @@ class RowReader:
 
         An iterator put aside keeps its own, so that it does not hold up the pass that comes after it.
         """
-        pool = self._idle.pop() if self._idle else self._new_pool()
+        if self._idle:
+            pool = self._idle.pop()
+        else:
+            small = SLOTS * self.batch_size * self.layout.row_bytes <= SLOT_BYTES
+            pool = WorkerPool(
+                self.reader,
+                self.layout.row_bytes,
+                self.batch_size,
+                workers=self.workers,
+                slots=(SLOTS if small else 2) if self.workers else 1,
+                device=self.device,
+                on_worker_start=self._on_worker_start,
+            )
         self._in_use.add(pool)
         return pool
 
@@ -115,18 +127,6 @@ class RowReader:
             pool.close()
         else:
             self._idle.append(pool)
-
-    def _new_pool(self) -> WorkerPool:
-        small = SLOTS * self.batch_size * self.layout.row_bytes <= SLOT_BYTES
-        return WorkerPool(
-            self.reader,
-            self.layout.row_bytes,
-            self.batch_size,
-            workers=self.workers,
-            slots=(SLOTS if small else 2) if self.workers else 1,
-            device=self.device,
-            on_worker_start=self._on_worker_start,
-        )
 
     def stop_workers(self) -> None:
         """End the workers that no pass is using; those of a pass under way end with it."""
@@ -245,8 +245,10 @@ class DeviceRing:
     @torch.inference_mode(False)  # made in an evaluation, it has to be of use to the feeding thread
     def __init__(self, rows: int, row_bytes: int, device: torch.device) -> None:
         self.device, self.rows = device, rows
-        cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._cuda = cuda = device.type == "cuda"
+        # torch.cuda, or torch.cpu, whose streams and events do nothing.
+        self._torch: Any = torch.get_device_module(device)
+        self._stream = self._torch.Stream(device)
         memory = shared_bytes(DEPTH * rows * row_bytes)
         self._host = memory.view(DEPTH, rows, row_bytes)
         pin(memory, device, self)
@@ -255,11 +257,10 @@ class DeviceRing:
         self._numbers = torch.empty(DEPTH, 2 * rows, dtype=torch.int64, device=device)
         self._host_numbers = torch.empty(DEPTH, 2 * rows, dtype=torch.int64, pin_memory=cuda)
         # Blocking events let the waiting thread sleep instead of spinning on a core that workers could use.
-        self._copied: list[Any] = [_event(blocking=True) if cuda else None for _ in range(DEPTH)]
-        self._consumed: list[Any] = [_event() if cuda else None for _ in range(DEPTH)]
-        if self._stream is not None:
-            # The buffers may be recycled memory on which earlier work is still queued.
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._copied = [self._torch.Event(**({"blocking": True} if cuda else {})) for _ in range(DEPTH)]
+        self._consumed = [self._torch.Event() for _ in range(DEPTH)]
+        # The buffers may be recycled memory on which earlier work is still queued.
+        self._stream.wait_stream(self._torch.current_stream(device))
 
     def stream(self, assemble: Assemble, leaves_of: Callable[..., list[torch.Tensor]]) -> Generator[Leaves, None, None]:
         """What ``leaves_of`` makes of each batch, its rows, draws and samples on the device, and the draws.
@@ -284,14 +285,12 @@ class DeviceRing:
                 if isinstance(item, BaseException):
                     raise item
                 position, batch = item
-                if self._stream is not None:
-                    torch.cuda.current_stream(self.device).wait_event(self._copied[position])
+                self._torch.current_stream(self.device).wait_event(self._copied[position])
                 count, samples = len(batch.draws), len(batch.samples)
                 numbers, rows = self._numbers[position], len(batch.samples if batch.scattered else batch.rows)
                 draws = numbers[:count].clone()  # the caller may keep it beyond the life of the buffer
                 leaves = leaves_of(batch, self._rows[position, :rows], draws, numbers[count : count + samples])
-                if self._stream is not None:
-                    self._consumed[position].record(torch.cuda.current_stream(self.device))
+                self._consumed[position].record(self._torch.current_stream(self.device))
                 free.put(position)
                 yield leaves, draws
         finally:
@@ -307,12 +306,11 @@ class DeviceRing:
             if taken is None:
                 raise _Left
             position = taken
-            if self._stream is not None:
-                self._copied[position].synchronize()
+            self._copied[position].synchronize()
             return self._host[position]
 
         try:
-            if self._stream is not None:
+            if self._cuda:
                 torch.cuda.set_device(self.device)
                 cuda_capture.use_thread_local_mode()
             with contextlib.closing(assemble(buffer)) as assembled:
@@ -325,7 +323,7 @@ class DeviceRing:
         except BaseException as error:  # raised again where the batches are used
             ready.put(error)
         finally:
-            if self._stream is not None:
+            if self._cuda:
                 self._stream.synchronize()  # the store that was copied from may be given back now
 
     def _copy(self, position: int, batch: HostRows) -> None:
@@ -333,21 +331,15 @@ class DeviceRing:
         host = self._host_numbers[position, : count + samples]
         host[:count] = batch.draws
         host[count:] = batch.samples
-        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            if self._stream is not None:
-                self._stream.wait_event(self._consumed[position])
+        with self._torch.stream(self._stream):
+            self._stream.wait_event(self._consumed[position])
             self._numbers[position, : count + samples].copy_(host, non_blocking=True)
             if batch.scattered:
                 for target, sample in zip(self._rows[position], batch.samples.tolist(), strict=False):
                     target.copy_(batch.rows[sample], non_blocking=True)
             elif len(batch.rows):
                 self._rows[position, : len(batch.rows)].copy_(batch.rows, non_blocking=True)
-            if self._stream is not None:
-                self._copied[position].record(self._stream)
-
-
-def _event(**options: bool) -> Any:
-    return torch.cuda.Event(**options)  # type: ignore[no-untyped-call]
+            self._copied[position].record(self._stream)
 
 
 class DeviceBatches:

@@ -269,13 +269,10 @@ class TextLoader(PositionedLoader):
         epoch, first = self._begin()
         batches = self._plan(epoch)[first:]
         self._planned = {epoch + 1: self._planner.submit(self._make_plan, epoch + 1)}
-        if not batches:
-            self._at = epoch + 1, 0
-            return
         # What the host has to know of each batch, and the indices of all of them, in one step each.
         longest = [int(self.lengths[batch].max()) for batch in batches]
         real = [int(self.lengths[batch].sum()) for batch in batches]
-        every = torch.split(torch.cat(batches).to(self.device), [len(batch) for batch in batches])
+        every = torch.split(torch.cat(batches).to(self.device), list(map(len, batches))) if batches else ()
         for number, (picks, most, tokens) in enumerate(zip(every, longest, real, strict=True), first):
             width = padded_length(most, self.batching.multiple)
             self._real += tokens
