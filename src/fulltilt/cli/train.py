@@ -79,9 +79,9 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
         if detect().rank:
             recipe.run(request)
             return
-        with run_folder.restored_when_refused(out):
-            for line in run_folder.keep_options(recipe, request):
-                print(line, flush=True)
+        with run_folder.options_written(recipe, request) as changed:
+            if changed is not None:
+                print(changed, flush=True)
             recipe.run(request)
 
     code: int = exit_code_of(body, out)

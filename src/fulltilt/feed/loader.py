@@ -232,8 +232,8 @@ class FeedLoader(PositionedLoader):
             raise UsageError(f"the data set had {before} samples and has {now} now", "Make another loader for it.")
         epoch, start = self._begin(self.sampler)
         cache = self._cache
-        cache.begin_epoch(epoch)
         try:
+            cache.begin_epoch(epoch)
             batches = self._device_batches.batches(cache, draws_of(self.order, epoch)[start:], epoch)
             for number, (leaves, indices) in enumerate(batches, start):
                 cache.batches_trained(number - start)

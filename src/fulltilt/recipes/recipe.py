@@ -49,10 +49,6 @@ class Translated:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-def _accept(_request: Request) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A trainer that ships with Fulltilt.
@@ -73,7 +69,7 @@ class Recipe:
     synthetic_size: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     translate: Callable[[Mapping[str, Any]], Translated] = Translated
-    check_options: Callable[[Request], None] = _accept
+    check_options: Callable[[Request], None] = lambda _request: None
 
 
 def imported(place: str) -> Callable[[Request], Any]:

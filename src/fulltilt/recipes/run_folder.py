@@ -38,31 +38,27 @@ def refuse_other_recipe(recipe: Recipe, request: Request) -> None:
 # --------------------------------------------------------------------------- the last run's options
 
 
-def keep_options(recipe: Recipe, request: Request) -> list[str]:
-    """Write down the recipe's options; a line when they were others before and the run goes on.
-
-    The engine says the same of its own settings. Raises ForeignFiles, MachineError.
-    """
-    now = mask_config({"recipe": recipe.name, "data": str(request.data), **asdict(request.options)})
-    before = _read_options(request.out)
-    store.write_json(request.out / RECIPE_FILE, now)
-    changed = [f"{name} {before[name]} → {now[name]}" for name in now if name in before and before[name] != now[name]]
-    return [f"Changed since the last run: {', '.join(changed)}"] if changed and not request.fresh else []
-
-
 @contextlib.contextmanager
-def restored_when_refused(out: Path) -> Iterator[None]:
-    """Put back the options of the last run when this one is refused: it has changed nothing in ``out``."""
-    folder = store.OwnedFolder(out)
-    before = (out / RECIPE_FILE).read_bytes() if folder.owns(RECIPE_FILE) else None
+def options_written(recipe: Recipe, request: Request) -> Iterator[str | None]:
+    """Write down the recipe's options; gives a line when they were others before and the run goes on.
+
+    The engine says the same of its own settings. Those of the last run are put back when this one is refused: it has
+    changed nothing. Raises ForeignFiles, MachineError.
+    """
+    folder, file = store.OwnedFolder(request.out), request.out / RECIPE_FILE
+    kept = file.read_bytes() if folder.owns(RECIPE_FILE) else None
+    before = _read_options(request.out)
+    now = mask_config({"recipe": recipe.name, "data": str(request.data), **asdict(request.options)})
+    changed = [f"{name} {before[name]} → {now[name]}" for name in now if name in before and before[name] != now[name]]
+    store.write_json(file, now)
     try:
-        yield
+        yield f"Changed since the last run: {', '.join(changed)}" if changed and not request.fresh else None
     except UsageError:
         with contextlib.suppress(OSError, FulltiltError):  # the refusal is what is to be told
-            if before is None:
+            if kept is None:
                 folder.remove(RECIPE_FILE)
             else:
-                folder.write(RECIPE_FILE, before)
+                folder.write(RECIPE_FILE, kept)
         raise
 
 
