@@ -179,26 +179,24 @@ class Hdf5Loader(PositionedLoader):
         with contextlib.closing(self._read(pool, [part for group, _, _ in groups for part in group])) as arriving:
             for group, group_seed, used in groups:
                 columns, starts, numbers = self._loaded(itertools.islice(arriving, len(group)), group)
-                order = torch.arange(len(numbers))
-                if self.order.shuffle:
-                    order = torch.randperm(len(order), generator=torch.Generator().manual_seed(group_seed))
-                order = order[used:]
+                order = self._mixed(len(numbers), group_seed)[used:]
                 yield columns, starts[order].to(self.device), numbers[order].to(self.device)
 
     def _share(self, seed: int) -> list[BlockPart]:
         """This rank's blocks, and which of their samples: every rank has as many, whatever the sizes of the blocks."""
-        count, share = len(self._blocks), self.source.samples // self.order.world_size
-        chosen = torch.arange(count)
-        if self.order.shuffle:
-            chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        share = self.source.samples // self.order.world_size
         low, mine, before = self.order.rank * share, [], 0
-        for number in chosen.tolist():
+        for number in self._mixed(len(self._blocks), seed).tolist():
             samples = self._blocks[number].samples
             begin, end = max(0, low - before), min(samples, low + share - before)
             if begin < end:
                 mine.append((number, begin, end))
             before += samples
         return mine
+
+    def _mixed(self, count: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randperm(count, generator=generator) if self.order.shuffle else torch.arange(count)
 
     # ----------------------------------------------------------------- reading
 

@@ -6,7 +6,7 @@ import ctypes
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import pynvml
@@ -290,17 +290,11 @@ _TOLD: Mapping[str, Callable[[FakeGpu, float], Any]] = {
 }
 
 
-def t4(number: int = 0, **figures: object) -> FakeGpu:
+def t4(number: int = 0, **figures: Any) -> FakeGpu:
     """A Tesla T4 as on Kaggle: 15 GB, 70 W, no GPM."""
-    given: dict[str, object] = {
-        "name": "Tesla T4",
-        "uuid": f"GPU-{number:08x}-74a0-11ee-b962-0242ac120002",
-        "vram_total_bytes": 15 * _GIB,
-        "power_limit_w": 70.0,
-        "sm_clock_max_mhz": 1590,
-        **figures,
-    }
-    return FakeGpu(**given)  # type: ignore[arg-type]
+    uuid = f"GPU-{number:08x}-74a0-11ee-b962-0242ac120002"
+    gpu = FakeGpu("Tesla T4", uuid, 15 * _GIB, power_limit_w=70.0, sm_clock_max_mhz=1590)
+    return replace(gpu, **figures)
 
 
 def h200(
@@ -308,28 +302,19 @@ def h200(
     occupancy_pct: Figure = 0.0,
     tensor_pct: Figure = 0.0,
     dram_pct: Figure = 0.0,
-    **figures: object,
+    **figures: Any,
 ) -> FakeGpu:
     """An H200 with GPM. Its slowdown temperature is told as a distance, as Hopper does."""
-    given: dict[str, object] = {
-        "name": "NVIDIA H200",
-        "uuid": "GPU-a2000000-5c1d-4f2b-9f0a-7d2f8b6c4e11",
-        "vram_total_bytes": 141 * _GIB,
-        "power_limit_w": 700.0,
-        "slowdown_c": None,
-        "margin_c": 47,
-        "cores": 16896,
-        "gpm": {
-            pynvml.NVML_GPM_METRIC_SM_UTIL: sm_active_pct,
-            pynvml.NVML_GPM_METRIC_SM_OCCUPANCY: occupancy_pct,
-            pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: tensor_pct,
-            pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: dram_pct,
-            pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC: 10.0,
-            pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC: 1000.0,
-        },
-        **figures,
+    gpm = {
+        pynvml.NVML_GPM_METRIC_SM_UTIL: sm_active_pct,
+        pynvml.NVML_GPM_METRIC_SM_OCCUPANCY: occupancy_pct,
+        pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: tensor_pct,
+        pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: dram_pct,
+        pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC: 10.0,
+        pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC: 1000.0,
     }
-    return FakeGpu(**given)  # type: ignore[arg-type]
+    gpu = FakeGpu("NVIDIA H200", "GPU-a2000000-5c1d-4f2b-9f0a-7d2f8b6c4e11", 141 * _GIB, gpm=gpm, cores=16896)
+    return replace(gpu, **{"power_limit_w": 700.0, "slowdown_c": None, "margin_c": 47, **figures})
 
 
 # --------------------------------------------------------------------------- presets
