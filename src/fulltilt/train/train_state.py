@@ -16,7 +16,7 @@ from fulltilt.train import checkpoint, checkpoint_format
 from fulltilt.train.checkpoint import Checkpoint, DamagedCheckpoint, HostMemory, Snapshot, Writer
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import Source
-from fulltilt.train.distributed import Group, OptimizerState, local_shard, same_everywhere, sharded_like
+from fulltilt.train.distributed import Group, local_shard, same_everywhere, sharded_like
 from fulltilt.train.guards import Guard, MicroBatch, Stateful
 from fulltilt.train.job import Job, Stage
 from fulltilt.train.metrics_log import EpochTotals
@@ -105,6 +105,54 @@ class RandomStates:
         rank = self.group.ranks.rank
         if rank < len(state["ranks"]):
             restore_rng(state["ranks"][rank], self.group.device)
+
+
+class OptimizerState:
+    """An optimizer whose moments are divided as its parameters are, however they lie in the checkpoint."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, warn: Callable[[str], None]) -> None:
+        self.optimizer = optimizer
+        self._warn = warn
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"kind": type(self.optimizer).__name__, **self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From the checkpoint. The state of another kind of optimizer is not taken, which is told."""
+        own = type(self.optimizer).__name__
+        kind = state.get("kind", own)
+        groups = self.optimizer.param_groups
+        if kind != own or [len(g["params"]) for g in groups] != [len(g["params"]) for g in state["param_groups"]]:
+            what = f"of {kind}, not {own}" if kind != own else "for other groups of parameters"
+            self._warn(f"the optimizer starts from nothing: the checkpoint's is {what}")
+            return
+        parameters = [p for group in groups for p in group["params"]]
+        # Switches such as fused and amsgrad are the job's: state that another switch needs may not be there.
+        own_values = [{k: v for k, v in group.items() if k == "lr_factor" or isinstance(v, bool)} for group in groups]
+        entries = {
+            index: {name: _as_parameter(name, value, parameters[index]) for name, value in entry.items()}
+            for index, entry in state["state"].items()
+            if index < len(parameters)
+        }
+        of_torch = type(self.optimizer).__module__.startswith("torch.optim")
+        if of_torch and len({frozenset(entry) for entry in entries.values() if entry}) > 1:
+            raise ValueError("some parameters have less state than others")
+        saved = [{**own, **group} for own, group in zip(groups, state["param_groups"], strict=True)]
+        self.optimizer.load_state_dict({"param_groups": saved, "state": entries})
+        for group, values in zip(self.optimizer.param_groups, own_values, strict=True):
+            group.update(values)
+
+
+# Of torch's own optimizers. Others keep moments in forms of their own.
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def _as_parameter(name: str, value: Any, parameter: torch.Tensor) -> Any:
+    moment = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    if not moment and name in _MOMENTS:
+        raise ValueError(f"{name} is not of its parameter's shape")
+    return sharded_like(value, parameter) if moment else value
 
 
 def freeze(state: TrainState, metric: float | None, memory: HostMemory) -> Snapshot | None:
