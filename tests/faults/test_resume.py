@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.train import checkpoint, checkpoint_format, train_state
-from fulltilt.train.sampler import EpochPlan, restore_rng, rng_state
+from fulltilt.train import checkpoint, checkpoint_format, random_states, train_state
+from fulltilt.train.random_states import restore_rng, rng_state
+from fulltilt.train.sampler import EpochPlan
 from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
 from tests.faults.ranks import exit_codes
@@ -127,7 +128,7 @@ def test_forgetting_a_random_state_shows(
         fresh = rng_state(device)
         restore({**states, forgotten: fresh[forgotten]}, device)
 
-    monkeypatch.setattr(train_state, "restore_rng", forgetful)
+    monkeypatch.setattr(random_states, "restore_rng", forgetful)
     assert differs(lambda: run(tmp_path / "out"), whole)
 
 
@@ -194,8 +195,8 @@ def _without_metric(described: Any) -> Any:
 
 def take_the_first_ranks_random_state(order: Order) -> None:
     if order.note == "forget":
-        load = train_state.RandomStates.load_state_dict
-        train_state.RandomStates.load_state_dict = lambda self, saved: load(self, {"ranks": saved["ranks"][:1] * 2})  # type: ignore[method-assign]
+        load = random_states.RandomStates.load_state_dict
+        random_states.RandomStates.load_state_dict = lambda self, saved: load(self, {"ranks": saved["ranks"][:1] * 2})  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

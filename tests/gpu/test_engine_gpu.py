@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from fulltilt.train import checkpoint, train_state
+from fulltilt.train import checkpoint, random_states
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.guards import StepFigures
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
 from fulltilt.train.progress import Screen
-from fulltilt.train.sampler import restore_rng, rng_state
+from fulltilt.train.random_states import restore_rng, rng_state
 from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
 
@@ -118,7 +118,7 @@ def test_resume_is_exact_and_needs_the_gpus_random_state(
     if forgotten is not None:
         restore = restore_rng
         monkeypatch.setattr(
-            train_state,
+            random_states,
             "restore_rng",
             lambda states, device: restore({**states, forgotten: rng_state(device)[forgotten]}, device),
         )

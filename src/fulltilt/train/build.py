@@ -30,7 +30,8 @@ from fulltilt.train.guards import Guard, MicroBatch
 from fulltilt.train.job import Job, Stage, samples_in, stage_at, trainable
 from fulltilt.train.metrics_log import EpochTotals
 from fulltilt.train.progress import Screen
-from fulltilt.train.sampler import EpochPlan, seed_everything
+from fulltilt.train.random_states import seed_everything
+from fulltilt.train.sampler import EpochPlan
 from fulltilt.train.step import Stepper, set_tf32
 from fulltilt.train.train_state import KeptSettings, MetricHistory, Progress, TrainState, expected_bytes
 

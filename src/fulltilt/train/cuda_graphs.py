@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from fulltilt.errors import UsageError
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.sampler import restore_rng, rng_state
+from fulltilt.train.random_states import restore_rng, rng_state
 
 _HOST = torch.device("cpu")
 _PLAIN = (bool, int, float, str, torch.Size)

@@ -27,7 +27,8 @@ from fulltilt.feed.sample_reader import BadSamples, Failure, ShapesDiffer, failu
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import Ranks, part_of
 from fulltilt.train.guards import explain_dead_worker
-from fulltilt.train.sampler import EpochPlan, RankBatches, sample_seed
+from fulltilt.train.random_states import sample_seed
+from fulltilt.train.sampler import EpochPlan, RankBatches
 from fulltilt.train.stop import listen_in_worker
 
 

@@ -1,4 +1,4 @@
-"""Optimizers by name (weight decay on matrices only, fused, 8-bit on request), learning rates, averaged weights."""
+"""Optimizers by name, the learning-rate schedule (warm-up, cosine, linear, constant), and averaged weights."""
 
 from __future__ import annotations
 

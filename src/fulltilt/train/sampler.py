@@ -1,4 +1,4 @@
-"""Which samples each step uses on each rank, and random states: pure functions of seed, epoch and position.
+"""Which samples each step uses on each rank: pure functions of seed, epoch and position.
 
 Batches are global. A step takes the next ``batch_size × accumulation`` samples of the epoch's permutation whatever the
 number of ranks, and the ranks share each of its micro-batches out among them; every sample is used exactly once.
@@ -6,71 +6,12 @@ number of ranks, and the ranks share each of its micro-batches out among them; e
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from fulltilt.feed import random_numbers
-from fulltilt.feed.dataset_objects import Generators
 from fulltilt.feed.random_numbers import mix
-
-
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of every generator that a training step may draw from: Python, NumPy, torch and this rank's GPU."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        states["numpy"] = (str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached))
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def restore_rng(states: dict[str, Any], device: torch.device) -> None:
-    """Put back what ``rng_state`` took. A GPU state is left out when the run now has no GPU."""
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        import numpy
-
-        name, keys, position, has_gauss, cached = states["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
-
-
-def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed Python, NumPy and torch for one rank of a run."""
-    mixed = random_numbers.mix(seed, rank)
-    random.seed(mixed)
-    torch.manual_seed(mixed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(mixed % 2**32)
-
-
-@contextlib.contextmanager
-def sample_seed(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Within it, random draws depend on (seed, epoch, index) only; the run's own generators then go on undisturbed."""
-    generators = _generators(numpy_is_there="numpy" in sys.modules)
-    # A worker process has no run of its own to protect, and putting states back costs more than seeding.
-    in_worker = torch.utils.data.get_worker_info() is not None
-    with contextlib.nullcontext() if in_worker else generators.untouched():
-        generators.seed(random_numbers.sample_seed(seed, epoch, index))
-        yield
-
-
-@functools.cache
-def _generators(*, numpy_is_there: bool) -> Generators:  # noqa: ARG001 - a library that comes later brings one more
-    return Generators()
-
-
-# --------------------------------------------------------------------------- which samples
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from fulltilt.train.guards import Guard, MicroBatch, Stateful
 from fulltilt.train.job import Job, Stage
 from fulltilt.train.metrics_log import EpochTotals
 from fulltilt.train.progress import Screen
-from fulltilt.train.sampler import restore_rng, rng_state
+from fulltilt.train.random_states import RandomStates
 from fulltilt.train.step import Stepper
 from fulltilt.train.weight_import import compare
 
@@ -88,23 +88,6 @@ class KeptSettings:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From the checkpoint: remembered, not taken over."""
         self.before = state
-
-
-class RandomStates:
-    """The random state of every rank."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: all ranks take part."""
-        return {"ranks": self.group.gather(rng_state(self.group.device))}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint. A rank that was not there before keeps the state it was seeded with."""
-        rank = self.group.ranks.rank
-        if rank < len(state["ranks"]):
-            restore_rng(state["ranks"][rank], self.group.device)
 
 
 class OptimizerState:

@@ -23,7 +23,7 @@ from fulltilt.recipes.recipe import Request
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.job import Job
 from fulltilt.train.progress import Screen
-from fulltilt.train.sampler import seed_everything
+from fulltilt.train.random_states import seed_everything
 
 
 def check(request: Request) -> None:
