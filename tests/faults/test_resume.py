@@ -99,8 +99,8 @@ def test_the_list_above_is_complete(tmp_path: Path) -> None:
         ("optimizer", ["x"]),
         ("random", None),
         ("progress", {"step": 3}),
-        ("progress", {"step": 3, "epoch": None, "consumed": 18, "samples": 18}),
-        ("progress", {"step": 3, "epoch": -1, "consumed": 0.5, "samples": 18}),
+        ("progress", {"step": 3, "epoch": None, "consumed": 18}),
+        ("progress", {"step": 3, "epoch": -1, "consumed": 0.5}),
     ],
 )
 def test_parts_of_another_kind_are_refused_before_the_first_step(part: str, value: Any, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_forgetting_a_random_state_shows(
     assert differs(lambda: run(tmp_path / "out"), whole)
 
 
-@pytest.mark.parametrize("forgotten", ["step", "epoch", "consumed", "samples"])
+@pytest.mark.parametrize("forgotten", ["step", "epoch", "consumed"])
 @pytest.mark.slow
 def test_forgetting_where_the_run_was_shows(
     forgotten: str, whole: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -67,12 +67,6 @@ def test_what_fsdp_does_not_go_with(other: dict[str, Any]) -> None:
         config.parse({"fsdp": True, **other}, TrainSettings)
 
 
-def test_sharding_is_what_fsdp_was_called() -> None:
-    assert config.parse({"sharding": "full", "epochs": 2}, TrainSettings) == TrainSettings(fsdp=True, epochs=2)
-    assert config.parse({"sharding": "none"}, TrainSettings) == TrainSettings()
-    assert "'sharding': there is no such setting" in problems({"sharding": ["half"]})
-
-
 def test_more_than_any_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen to fail: 100,000 workers were started one by one until the memory was gone; a batch of 10²¹ overflowed."""
     told = problems({"batch_size": 10**21, "max_steps": 2**31, "prefetch": 10**6})

@@ -13,7 +13,6 @@ from fulltilt.train.distributed import (
     Ranks,
     bit_hash,
     detect,
-    device_lines,
     divided,
     part_of,
 )
@@ -39,12 +38,6 @@ def test_parts_add_up(total: int, world: int) -> None:
 
 
 def test_the_guides_lines() -> None:
-    assert device_lines(["Tesla T4", "Tesla T4"]) == [
-        "Using 2 GPUs for training",
-        "GPU 0: Tesla T4",
-        "GPU 1: Tesla T4",
-    ]
-    assert device_lines([]) == []
     assert divided(32, 8, Ranks(0, 2)) == "batch 32 = 2 ranks × 16; workers 8 = 4 a rank"
     assert divided(9, 1, Ranks(0, 2)) == "batch 9 = 2 ranks × 4 or 5; workers 1 = 0 or 1 a rank"
     with pytest.raises(UsageError, match="cannot be divided among 4 ranks"):

@@ -24,7 +24,6 @@ from fulltilt.train.distributed import (
     detect,
     device_of,
     divided,
-    divides_the_model,
 )
 from fulltilt.train.guards import Guard, MicroBatch
 from fulltilt.train.job import Job, Stage, samples_in, stage_at, trainable
@@ -193,7 +192,9 @@ def build(
 def _stepper(job: Job, settings: TrainSettings, group: Group, screen: Screen, cleanup: contextlib.ExitStack) -> Stepper:
     """The model where it is trained, with everything that a step needs but the optimizer, which a stage brings."""
     device = group.device
-    sharded = divides_the_model(settings.fsdp, group, screen.say)
+    sharded = settings.fsdp and not group.alone
+    if settings.fsdp and group.alone:
+        screen.say("fsdp: a single rank has nobody to divide the model with, so it stays whole")
     memory_format = torch.channels_last if settings.channels_last else torch.preserve_format
     # A model that does not fit into one GPU goes there part by part.
     model = job.model.to(device="cpu" if sharded else device, memory_format=memory_format)  # type: ignore[call-overload]

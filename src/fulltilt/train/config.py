@@ -187,8 +187,6 @@ def parse(
     fields = {field.name: field for field in dataclasses.fields(record)}  # type: ignore[arg-type]
     kinds = _hints(record)  # type: ignore[arg-type, unused-ignore]
     found, values = [*problems], {}
-    if "fsdp" in fields and given.get("sharding") in ("none", "full"):  # what it was called before
-        given = {"fsdp": given["sharding"] == "full", **{key: given[key] for key in given if key != "sharding"}}
     for key, value in given.items():
         if key not in fields:
             found.append(f"{_short(key)}: there is no such setting{did_you_mean(str(key).replace('-', '_'), fields)}")

@@ -52,12 +52,10 @@ def device_of(name: str, local_rank: int) -> torch.device:
         raise UsageError("device: cuda, but torch sees no GPU", "Use device: auto, or see `fulltilt check`.")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    present = torch.cuda.device_count()
-    if local_rank < present:
-        return torch.device("cuda", local_rank)
-    raise UsageError(
-        f"this machine has {present} GPUs for {local_rank + 1} or more ranks", "Start one rank a GPU, or device: cpu."
-    )
+    if local_rank >= (present := torch.cuda.device_count()):
+        what = f"torch sees {count('GPU', present)} for {local_rank + 1} or more ranks"
+        raise UsageError(what, "Start one rank a GPU, or use device: cpu; see `fulltilt check`.")
+    return torch.device("cuda", local_rank)
 
 
 def part_of(total: int, ranks: Ranks) -> int:
@@ -69,20 +67,9 @@ def divided(batch_size: int, workers: int, ranks: Ranks) -> str:
     """How the totals are shared out, in words. Raises UsageError when a rank would get nothing to do."""
     if batch_size < ranks.world:
         raise UsageError(f"batch_size {batch_size} cannot be divided among {ranks.world} ranks", "Raise batch_size.")
-    batches, helpers = (_of_each(total, ranks) for total in (batch_size, workers))
+    shares = (divmod(total, ranks.world) for total in (batch_size, workers))
+    batches, helpers = (f"{each} or {each + 1}" if rest else str(each) for each, rest in shares)
     return f"batch {batch_size} = {ranks.world} ranks × {batches}; workers {workers} = {helpers} a rank"
-
-
-def _of_each(total: int, ranks: Ranks) -> str:
-    each, rest = divmod(total, ranks.world)
-    return f"{each} or {each + 1}" if rest else f"{each}"
-
-
-def device_lines(devices: Sequence[str]) -> list[str]:
-    """``Using 2 GPUs for training``, and the name of each."""
-    if not devices:
-        return []
-    return [f"Using {count('GPU', len(devices))} for training", *(f"GPU {i}: {name}" for i, name in enumerate(devices))]
 
 
 class Group:
@@ -164,13 +151,6 @@ class Group:
         """
         if self._began and dist.is_initialized() and not (failed and self.device.type == "cuda"):
             dist.destroy_process_group()
-
-
-def divides_the_model(fsdp: bool, group: Group, say: Callable[[str], None]) -> bool:
-    """Whether the ranks divide the model among them (FSDP)."""
-    if fsdp and group.alone:
-        say("fsdp: a single rank has nobody to divide the model with, so it stays whole")
-    return fsdp and not group.alone
 
 
 def lost_contact(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from fulltilt.errors import UsageError
 from fulltilt.probes.host import cpu_capacity
-from fulltilt.train.distributed import detect
+from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.stop import stop_signals_to
 
 _TICK_S = 0.1
@@ -31,18 +31,8 @@ def relaunch(gpus: int, device: str = "auto", command: Sequence[str] | None = No
         raise UsageError(f"gpus should be at least 1, not {gpus}")
     if gpus == 1 or detect().world > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         return None
-    _check_gpus(gpus, device)
+    device_of(device, gpus - 1)  # refuses more ranks than there are GPUs
     return _run_ranks(list(command or [sys.executable, *sys.orig_argv[1:]]), gpus)
-
-
-def _check_gpus(gpus: int, device: str) -> None:
-    import torch
-
-    present = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    if device == "cuda" and not present:
-        raise UsageError("device: cuda, but torch sees no GPU", "Use device: auto, or see `fulltilt check`.")
-    if present and gpus > present:
-        raise UsageError(f"gpus: {gpus}, but torch sees {present}", "Lower gpus, or see `fulltilt check`.")
 
 
 def _run_ranks(command: list[str], count: int) -> int:

@@ -153,7 +153,6 @@ class Loop:
         state.screen.stepped(data.samples, len(data.batches))
         progress.step = number
         progress.consumed = data.consumed
-        progress.samples += data.samples
         self.readout.push((number, data), figures)
         self._judge()
         if self.on_step is not None:

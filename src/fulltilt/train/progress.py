@@ -28,7 +28,6 @@ from fulltilt.records import GpuReading, HostReading, Sample
 from fulltilt.report.console import can_redraw, encodable
 from fulltilt.report.status_line import memory_line, status_line
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.distributed import device_lines
 from fulltilt.train.guards import StepFigures
 from fulltilt.train.metrics_log import MetricLog, Trackers
 
@@ -227,8 +226,10 @@ class Screen:
         self._watched, self._log_every = settings.monitor, settings.log_every
         self._epochs, self._asked = epochs, settings.batch_size
         self._on_gpu = bool(gpu_names)
-        for line in device_lines(gpu_names):
-            self.say(line)
+        if gpu_names:
+            self.say(f"Using {words.count('GPU', len(gpu_names))} for training")
+        for index, gpu_name in enumerate(gpu_names):
+            self.say(f"GPU {index}: {gpu_name}")
         if self.speaks:
             self._trackers.start(settings.trackers, self.out, name, dataclasses.asdict(settings))
         accumulated = f" × {settings.accumulation} accumulated" if settings.accumulation > 1 else ""

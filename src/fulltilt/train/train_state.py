@@ -40,11 +40,10 @@ class Part(Protocol):
 class Progress(Stateful):
     """Where the run is. ``consumed`` is the position in the epoch of what was trained on, not of what was fetched."""
 
-    kept = ("step", "epoch", "consumed", "samples")
+    kept = ("step", "epoch", "consumed")
     step: int = 0
     epoch: int = 0
     consumed: int = 0
-    samples: int = 0
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From the checkpoint. Raises ValueError for what no run has counted."""
