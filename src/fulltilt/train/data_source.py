@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
@@ -59,54 +58,49 @@ def split_batch(batch: Any, most: int | None) -> Iterator[tuple[Any, int]]:
     if most is None or total <= most:
         yield batch, total
         return
+
+    def cut(node: Any, first: int, end: int) -> Any:
+        if isinstance(node, torch.Tensor):
+            return node[first:end] if node.ndim and node.shape[0] == total else node
+        if not isinstance(node, list) or any(isinstance(one, torch.Tensor | Mapping | tuple | list) for one in node):
+            return None
+        return node[first:end] if len(node) == total else node
+
     for first in range(0, total, most):
         end = min(first + most, total)
-        yield _cut(batch, first, end, total), end - first
-
-
-def _cut(node: Any, first: int, end: int, total: int) -> Any:
-    if isinstance(node, torch.Tensor):
-        return node[first:end] if node.ndim and node.shape[0] == total else node
-    if isinstance(node, Mapping):
-        return {key: _cut(value, first, end, total) for key, value in node.items()}
-    plain = isinstance(node, list) and not any(isinstance(one, torch.Tensor | Mapping | tuple | list) for one in node)
-    if plain and len(node) == total:
-        return node[first:end]
-    if isinstance(node, list | tuple):
-        parts = [_cut(value, first, end, total) for value in node]
-        return type(node)(*parts) if hasattr(node, "_fields") else tuple(parts) if isinstance(node, tuple) else parts
-    return node
+        yield _rebuilt(batch, partial(cut, first=first, end=end)), end - first
 
 
 def to_device(batch: Any, device: torch.device, memory_format: torch.memory_format | None = None) -> Any:
-    """The batch on ``device``. Copies from pinned memory do not wait. Images may change to channels-last."""
-    moved = _moved(batch, device)
-    return moved if memory_format is None else _images_in(moved, memory_format)
+    """The batch on ``device``. Copies from pinned memory do not wait. Images may change to channels-last.
+
+    A class that has ``to(device)`` (a packed sequence) moves itself.
+    """
+
+    def move(node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            moved = node.to(device, non_blocking=True)
+            image = memory_format is not None and node.ndim == 4 and node.is_floating_point()
+            return moved.to(memory_format=memory_format) if image else moved
+        itself = getattr(node, "to", None)
+        return itself(device) if callable(itself) and not isinstance(node, Mapping | type) else None
+
+    return _rebuilt(batch, move)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """A batch of any structure on ``device``. A class that has ``to(device)`` (a packed sequence) moves itself."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return mapping_like(value)({key: _moved(item, device) for key, item in value.items()})
-    if callable(move := getattr(value, "to", None)) and not isinstance(value, type):
-        return move(device)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(item, device) for item in value))
-    if not isinstance(value, list | tuple):
-        return value
-    moved = [_moved(item, device) for item in value]
+def _rebuilt(node: Any, change: Callable[[Any], Any]) -> Any:
+    """A batch of any structure with what ``change`` makes of each part; None means to look inside."""
+    if (changed := change(node)) is not None:
+        return changed
+    if isinstance(node, Mapping):
+        return mapping_like(node)({key: _rebuilt(value, change) for key, value in node.items()})
+    if not isinstance(node, list | tuple):
+        return node
+    parts = [_rebuilt(value, change) for value in node]
     try:
-        return type(value)(moved)
+        return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
     except Exception:  # a type of the user's own that is made otherwise
-        return tuple(moved) if isinstance(value, tuple) else moved
-
-
-def _images_in(node: Any, memory_format: torch.memory_format) -> Any:
-    if isinstance(node, torch.Tensor):
-        return node.to(memory_format=memory_format) if node.ndim == 4 and node.is_floating_point() else node
-    return pytree.tree_map_only(torch.Tensor, partial(_images_in, memory_format=memory_format), node)
+        return tuple(parts) if isinstance(node, tuple) else parts
 
 
 # --------------------------------------------------------------------------- rows of all ranks
