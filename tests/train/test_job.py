@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fulltilt.train.build import learning_rate_of
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Stage, stage_at, trainable
-from fulltilt.train.optimizers import learning_rate, stage_rate
+from fulltilt.train.optimizers import learning_rate
+from fulltilt.train.train_state import Progress
 
 
 def test_the_shape() -> None:
@@ -51,6 +56,12 @@ def test_unfreezing_goes_step_by_step() -> None:
 
 def test_a_stage_has_its_own_rate_and_the_runs_floor() -> None:
     settings = TrainSettings(lr=1.0, min_lr=1e-5, warmup_epochs=3)
-    peak = stage_rate(settings, STAGES[1], 29, 900, 10)
-    assert peak == pytest.approx(2.4e-4)
-    assert stage_rate(settings, STAGES[1], 899, 900, 10) == pytest.approx(1e-5)
+    source = SimpleNamespace(steps_per_epoch=lambda: 10, steps_done=lambda consumed: consumed)
+
+    def rate(epoch: int, step: int) -> float:
+        progress = Progress(epoch=epoch, consumed=step)
+        state: Any = SimpleNamespace(settings=settings, stages=STAGES, progress=progress, source=source)
+        return learning_rate_of(state)
+
+    assert rate(32, 9) == pytest.approx(2.4e-4)
+    assert rate(119, 9) == pytest.approx(1e-5)

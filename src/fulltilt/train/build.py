@@ -74,12 +74,22 @@ def learning_rate_of(state: TrainState) -> float:
     """The rate of the next step, before the factors of the optimizer's groups."""
     settings, stages, progress = state.settings, state.stages, state.progress
     index, epoch_in_stage = stage_at(stages, progress.epoch)
-    per_epoch = state.source.steps_per_epoch()
+    stage, per_epoch = stages[index], state.source.steps_per_epoch()
     if settings.max_steps is not None and (len(stages) == 1 or per_epoch is None):
-        return optimizers.stage_rate(settings, stages[index], progress.step, settings.max_steps, per_epoch or 0)
-    assert per_epoch is not None
-    step = epoch_in_stage * per_epoch + state.source.steps_done(progress.consumed)
-    return optimizers.stage_rate(settings, stages[index], step, stages[index].epochs * per_epoch, per_epoch)
+        step, total_steps = progress.step, settings.max_steps
+    else:
+        assert per_epoch is not None
+        step = epoch_in_stage * per_epoch + state.source.steps_done(progress.consumed)
+        total_steps = stage.epochs * per_epoch
+    warmed_up = round(settings.warmup_epochs * (per_epoch or 0))
+    return optimizers.learning_rate(
+        step,
+        total_steps=total_steps,
+        peak=settings.lr if stage.lr is None else stage.lr,
+        floor=settings.min_lr,
+        warmup_steps=warmed_up if settings.warmup_steps is None else settings.warmup_steps,
+        shape=settings.schedule,
+    )
 
 
 def _optimizer(state: TrainState) -> torch.optim.Optimizer:

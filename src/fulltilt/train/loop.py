@@ -392,8 +392,7 @@ def _add(state: TrainState, batch: Any, totals: EpochTotals) -> list[Mapping[str
             break
         # Only now are the frames of the failed attempt gone, and with them what they held.
         gc.collect()
-        if state.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         state.eval_micro.halve(failed_at, "in evaluation")
     for means, count in found:
         totals.add(means, count)

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from fulltilt.errors import UsageError
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import local_shard, sharded_like
-from fulltilt.train.job import Stage
 
 
 def build(model: torch.nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
@@ -134,16 +133,3 @@ def learning_rate(
     done = min((step - warmup_steps) / left, 1.0)
     share = 1.0 - done if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return floor + (peak - floor) * share
-
-
-def stage_rate(settings: TrainSettings, stage: Stage, step: int, total_steps: int, steps_per_epoch: int) -> float:
-    """The rate of a stage's step, up to the stage's own rate where it has one and to the run's where not."""
-    warmed_up = round(settings.warmup_epochs * steps_per_epoch)
-    return learning_rate(
-        step,
-        total_steps=total_steps,
-        peak=settings.lr if stage.lr is None else stage.lr,
-        floor=settings.min_lr,
-        warmup_steps=warmed_up if settings.warmup_steps is None else settings.warmup_steps,
-        shape=settings.schedule,
-    )

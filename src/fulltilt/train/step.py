@@ -37,11 +37,6 @@ class Precision:
     device: torch.device
     autocast: torch.dtype | None
 
-    @property
-    def scaled(self) -> bool:
-        """Gradients of fp16 underflow unless the loss is scaled up."""
-        return self.autocast is torch.float16
-
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """The context that the forward pass and the loss run in."""
         if self.autocast is None:
@@ -73,7 +68,6 @@ class LossScale:
     """
 
     GROWTH_INTERVAL = 2000
-    MOST = 2.0**120  # infinity would stay infinite however often it is halved
 
     def __init__(self, device: torch.device, *, active: bool, initial: float = 2.0**16) -> None:
         self.active = active
@@ -82,12 +76,8 @@ class LossScale:
 
     def update(self, bad: torch.Tensor) -> None:
         """Move the scale after a step; ``bad`` is 0.0 or 1.0 on the device."""
-        if not self.active:
-            return
-        bad = bad.bool()
-        grown = self.good_steps + 1 >= self.GROWTH_INTERVAL
-        self.scale.mul_(torch.where(bad, 0.5, torch.where(grown, 2.0, 1.0))).clamp_(max=self.MOST)
-        self.good_steps.copy_(torch.where(bad | grown, 0, self.good_steps + 1))
+        if self.active:
+            torch._amp_update_scale_(self.scale, self.good_steps, bad, 2.0, 0.5, self.GROWTH_INTERVAL)
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -110,7 +100,7 @@ class Stepper:
         self.model, self.placement, self.group, self.say = job.model, placement, group, say
         self.joint, self.clip_norm = job.joint, settings.clip_norm
         self.precision = choose_precision(settings.precision, group.device)
-        self.scale = LossScale(group.device, active=self.precision.scaled)
+        self.scale = LossScale(group.device, active=self.precision.autocast is torch.float16)
         self.micro = MicroBatch(splittable=job.splittable)
         self.ema = Ema(job.model, settings.ema_decay) if settings.ema_decay is not None else None
         self.memory_format = torch.channels_last if settings.channels_last else None
@@ -138,8 +128,7 @@ class Stepper:
                 break
             # The frames of the failed attempt are gone by now, and with them what they held.
             gc.collect()
-            if loss.is_cuda:
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
             if self.graphs is not None and self.graphs.give_up():
                 self.say(f"step {number}: memory ran out; going on without CUDA graphs")
                 continue
@@ -203,9 +192,7 @@ class Stepper:
         if loss is None:
             loss = torch.zeros((), device=device)
         elif not self.group.alone:
-            loss = (
-                loss.clone()
-            )  # the ranks sum it up in place, and it may be the very tensor that the job's loss returned
+            loss = loss.clone()  # summed up in place, and it may be the very tensor that the job's loss returned
         with self.marks.communication():
             self.placement.finish(loss)
         return loss, means, failed_at
@@ -214,11 +201,15 @@ class Stepper:
     def _update(self, loss: torch.Tensor) -> torch.Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = self.placement.norm(gradients) if gradients else torch.zeros_like(loss)
+        factor = None  # unscaling and clipping in one multiplication
         if self.scale.active:
-            norm = norm / self.scale.scale
+            factor = 1.0 / self.scale.scale
+            norm = norm * factor
+        if self.clip_norm is not None:
+            clip = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
+            factor = clip if factor is None else clip * factor
         # One where either is infinite or not a number, else zero: torch.isfinite of each would be ten kernels.
         bad = ((norm + loss) * 0).ne(0).float()
-        factor = self._gradient_factor(norm)
         if factor is not None and gradients:
             torch._foreach_mul_([local_shard(gradient) for gradient in gradients], factor)
         figures = torch.stack([loss, norm.float(), bad, self.scale.scale])
@@ -235,10 +226,3 @@ class Stepper:
         if self.ema is not None:
             self.ema.update(self.model)
         return figures
-
-    def _gradient_factor(self, norm: torch.Tensor) -> torch.Tensor | None:
-        """Unscaling and clipping in one multiplication; None when there is nothing to do."""
-        factor = None if self.clip_norm is None else torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
-        if self.scale.active:
-            factor = 1.0 / self.scale.scale if factor is None else factor / self.scale.scale
-        return factor
