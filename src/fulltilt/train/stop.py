@@ -56,7 +56,7 @@ def signals_end_it() -> Iterator[None]:
     While torch is imported, data is made or staged, a model loads, there is no step to save. Nothing is raised: out of
     an import, that ends anywhere. Ranks are left alone: their launcher ends them when another one has failed.
     """
-    if threading.current_thread() is not threading.main_thread() or "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         yield
         return
     here = os.getpid()
@@ -69,7 +69,7 @@ def signals_end_it() -> Iterator[None]:
         os.write(2, f"fulltilt: received {name} before or after training; no step is lost\n".encode())
         os._exit(INTERRUPTED if number == signal.SIGINT else StoppedEarly.exit_code)
 
-    with _handled([number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN], stop):
+    with stop_signals_to(stop):
         yield
 
 
@@ -121,26 +121,21 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def _handled(numbers: list[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: set by no Python code
-
-
-def stop_signals_to(
-    handler: Callable[[int, FrameType | None], None],
-) -> contextlib.AbstractContextManager[None]:
+def stop_signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Within it, ``handler`` gets what asks a run to stop, but for what nohup has told to mean nothing.
 
     Outside the main thread nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread():
-        return contextlib.nullcontext()
+        yield
+        return
     heeded = [n for n in SIGNALS if n != getattr(signal, "SIGHUP", None) or signal.getsignal(n) is not signal.SIG_IGN]
-    return _handled(heeded, handler)
+    before = {number: signal.signal(number, handler) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: set by no Python code
 
 
 # --------------------------------------------------------------------------- the watchdog
