@@ -138,7 +138,7 @@ def capture(
     generator = torch.cuda.default_generators[device.index]
     drawn, host = generator.get_state(), HostState(model)
     buffers = list(model.buffers())
-    inputs = tuple(torch.empty_like(tensor, memory_format=_dense(tensor)).copy_(tensor) for tensor in tensors)
+    inputs = tuple(tensor.clone() for tensor in tensors)  # dense, also of one that repeats itself (``expand``)
     kept = [buffer.clone() for buffer in buffers]
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -261,21 +261,11 @@ def _renew_ends(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 def _apart(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """Gradients with memory of their own: those of ``a`` and ``b`` in ``a + b`` are one, and are clipped in place."""
-    found: list[torch.Tensor | None] = []
-    known: set[int] = set()
-    for gradient in gradients:
-        own = gradient
-        if gradient is not None:
-            memory = gradient.untyped_storage().data_ptr()
-            own = gradient.clone() if memory in known else gradient
-            known.add(memory)
-        found.append(own)
-    return tuple(found)
-
-
-def _dense(tensor: torch.Tensor) -> torch.memory_format:
-    """A tensor that repeats itself (``expand``) is copied whole; others keep their layout."""
-    return torch.contiguous_format if 0 in tensor.stride() else torch.preserve_format
+    places = [None if gradient is None else gradient.untyped_storage().data_ptr() for gradient in gradients]
+    return tuple(
+        gradient.clone() if gradient is not None and place in places[:index] else gradient
+        for index, (gradient, place) in enumerate(zip(gradients, places, strict=True))
+    )
 
 
 # --------------------------------------------------------------------------- replay
@@ -333,21 +323,20 @@ class GraphedModel:
         return self.forget()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        recorded = self._recording_of(args, kwargs, tensors) if tensors and self._replays(values) else None
         pending = Pending()
-        recorded = self._recording_of(args, kwargs) if self._replays((*args, *kwargs.values())) else None
-        if not torch.is_grad_enabled():
-            if recorded is None:
-                return self._as_it_is(*args, **kwargs)
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            return pytree.tree_unflatten(recorded.replay(tensors), recorded.structure)
         if recorded is None:
             result = self._as_it_is(*args, **kwargs)
             pending.notice_backward(result)
-        else:
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        elif torch.is_grad_enabled():
             leaves = Replay.apply(recorded, pending, *tensors, *recorded.parameters)
             result = pytree.tree_unflatten(leaves, recorded.structure)
-        self._pending.add(pending)
+        else:
+            return pytree.tree_unflatten(recorded.replay(tensors), recorded.structure)
+        if torch.is_grad_enabled():
+            self._pending.add(pending)
         return result
 
     def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
@@ -377,18 +366,18 @@ class GraphedModel:
         # A replay writes the gradients anew: what another backward has left there would be lost.
         if training and any(parameter.grad is not None for parameter in self._parts[True].trained):
             return False
-        return all(_fits(value) for value in values) and any(isinstance(value, torch.Tensor) for value in values)
+        return all(_fits(value) for value in values)
 
-    def _recording_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedCall | None:
+    def _recording_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> CapturedCall | None:
         """The graphs for such a call; None where there are none yet, or never will be."""
-        values = (*args, *kwargs.values())
         training = self._model.training
-        key = training, torch.is_inference_mode_enabled(), _call_key(values, len(args), tuple(kwargs))
+        key = training, torch.is_inference_mode_enabled(), _call_key(args, kwargs)
         if key not in self._recorded:
             self._seen[key] = self._seen.get(key, 0) + 1
             if self._seen[key] <= EAGER_FIRST or sum(one[0] is training for one in self._recorded) >= MOST_SHAPES:
                 return None
-            tensors = [value for value in values if isinstance(value, torch.Tensor)]
             self._recorded[key] = self._record(tensors, functools.partial(_with_tensors, self._eager, args, kwargs))
         return self._recorded[key]
 
@@ -462,15 +451,15 @@ def _fits(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _call_key(values: tuple[Any, ...], positional: int, names: tuple[str, ...]) -> Any:
+def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     described = tuple(
         (value.shape, value.dtype, value.device, value.stride())
         if isinstance(value, torch.Tensor)
         else (type(value), value)
-        for value in values
+        for value in (*args, *kwargs.values())
     )
     arithmetic = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return described, positional, names, arithmetic
+    return described, tuple(kwargs), arithmetic
 
 
 def _capture_error(error: BaseException) -> str:
