@@ -26,7 +26,7 @@ from fulltilt.train.guards import RankDoesNotFit, StepFigures, explain_dead_work
 from fulltilt.train.job import Job, plain_metrics, value_and_means
 from fulltilt.train.metrics_log import AsyncMetrics, EpochTotals
 from fulltilt.train.progress import Screen
-from fulltilt.train.record import StepProfiler, TrainingRecord
+from fulltilt.train.record import TrainingRecord, profiled_steps
 from fulltilt.train.stop import StopRequest, Watchdog
 from fulltilt.train.train_state import Hook, Outcome, StepEnd, TrainState
 
@@ -60,7 +60,7 @@ def train(
         loop = Loop(state, stop, watchdog, TrainingRecord(state, began_ns), on_step)
         if loop.steps_left:  # a run that was done already keeps the record that it has
             cleanup.enter_context(loop.record)
-            cleanup.enter_context(loop.profiler)
+            loop.profile_step = cleanup.enter_context(profiled_steps(state, loop.record))
         return loop.run()
 
 
@@ -72,8 +72,7 @@ class Loop:
     ) -> None:
         self.state, self.stop, self.watchdog, self.record, self.on_step = state, stop, watchdog, record, on_step
         state.stepper.marks = record
-        rank = state.group.ranks.rank
-        self.profiler = StepProfiler(state.settings.profile_steps, state.out, rank, state.screen, record)
+        self.profile_step: Callable[[], None] = lambda: None
         self.readout: AsyncMetrics[tuple[int, StepData]] = AsyncMetrics(state.device)
         self._memory = HostMemory()
         # What the newest checkpoint holds, or the one being written.
@@ -157,7 +156,7 @@ class Loop:
         self._judge()
         if self.on_step is not None:
             self.on_step(StepEnd(number, progress.epoch, state, data.names))
-        self.profiler.step(number)
+        self.profile_step()
         self._between_steps()
 
     def _between_steps(self) -> None:

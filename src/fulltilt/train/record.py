@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -81,49 +81,38 @@ PROFILER_SKIPS = 3
 PROFILER_WARM_UP = 2
 
 
-class StepProfiler:
-    """Profiles ``steps`` steps once they have settled. ``step`` is told of every one; None profiles nothing."""
+@contextlib.contextmanager
+def profiled_steps(state: TrainState, marks: LoopMarks) -> Iterator[Callable[[], None]]:
+    """Gives what is called after every step. Within it ``profile_steps`` steps are profiled once they have settled."""
+    settings = state.settings
+    if settings.profile_steps is None:
+        yield lambda: None
+        return
 
-    def __init__(self, steps: int | None, out: Path, rank: int, screen: Screen, marks: LoopMarks) -> None:
-        self._folder, self._rank, self._screen, self._marks = out / "profile", rank, screen, marks
-        self._profile: Any = None
-        self._number = 0
-        if steps is not None:
-            schedule = torch.profiler.schedule(wait=PROFILER_SKIPS, warmup=PROFILER_WARM_UP, active=steps, repeat=1)
-            self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write, record_shapes=True)
-
-    def __enter__(self) -> StepProfiler:
-        if self._profile is not None:
-            self._marks.mark_profiling(True)
-            self._profile.start()
-        return self
-
-    def step(self, number: int) -> None:
-        """Step ``number`` has ended."""
-        if self._profile is not None:
-            self._number = number
-            self._profile.step()
-
-    def __exit__(self, *_: object) -> None:
-        if self._profile is not None:
-            self._profile.stop()
-            self._marks.mark_profiling(False)
-
-    def _write(self, profile: Any) -> None:
-        self._marks.mark_profiling(False)
-        path = self._folder / f"step-{self._number:08d}.rank-{self._rank}.json.gz"
+    def write(profile: Any) -> None:
+        marks.mark_profiling(False)
+        path = state.out / "profile" / f"step-{state.progress.step:08d}.rank-{state.group.ranks.rank}.json.gz"
         try:
-            folder = store.OwnedFolder.around(self._folder)
+            folder = store.OwnedFolder.around(path.parent)
             if folder is None:  # a rank on a machine that does not share OUT
                 return
-            folder.make(self._folder)
+            folder.make(path.parent)
             folder.announce(path)
             profile.export_chrome_trace(str(path))
             folder.record(path)
         except (OSError, RuntimeError, FulltiltError) as error:  # a look at a training must not end it
-            self._screen.warn(f"the profile was not written: {error}")
+            state.screen.warn(f"the profile was not written: {error}")
             return
-        self._screen.say(f"Profile: {path} (open it at https://ui.perfetto.dev)")
+        state.screen.say(f"Profile: {path} (open it at https://ui.perfetto.dev)")
+
+    marks.mark_profiling(True)
+    steps = settings.profile_steps
+    schedule = torch.profiler.schedule(wait=PROFILER_SKIPS, warmup=PROFILER_WARM_UP, active=steps, repeat=1)
+    try:
+        with torch.profiler.profile(schedule=schedule, on_trace_ready=write, record_shapes=True) as profile:
+            yield profile.step
+    finally:
+        marks.mark_profiling(False)
 
 
 # --------------------------------------------------------------------------- the run record
