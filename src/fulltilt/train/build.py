@@ -25,14 +25,12 @@ from fulltilt.train.distributed import (
     device_of,
     divided,
 )
-from fulltilt.train.guards import Guard, MicroBatch
-from fulltilt.train.job import Job, Stage, samples_in, stage_at, trainable
-from fulltilt.train.metrics_log import EpochTotals
+from fulltilt.train.job import Job, stage_at, trainable
 from fulltilt.train.progress import Screen
 from fulltilt.train.random_states import seed_everything
 from fulltilt.train.sampler import EpochPlan
 from fulltilt.train.step import Stepper, set_tf32
-from fulltilt.train.train_state import KeptSettings, MetricHistory, Progress, TrainState, expected_bytes
+from fulltilt.train.train_state import TrainState, expected_bytes
 
 
 def recompute(model: torch.nn.Module) -> None:
@@ -171,25 +169,8 @@ def build(
     if settings.monitor is not None and eval_data is None:
         shown.warn(f"monitor: {settings.monitor} is never measured, because there is no eval_data")
 
-    state = TrainState(
-        job=job,
-        settings=settings,
-        out=out,
-        group=group,
-        stages=job.stages or (Stage("training", settings.epochs),),
-        source=data,
-        eval_source=eval_data,
-        stepper=stepper,
-        eval_micro=MicroBatch(splittable=job.splittable),
-        totals=EpochTotals(group),
-        guard=Guard(settings),
-        history=MetricHistory(settings.monitor_mode),
-        progress=Progress(),
-        kept_settings=KeptSettings(settings, samples_in(job.data)),
-        writer=Writer(root, policy, stepper.placement.saving),
-        screen=shown,
-        initially_frozen=frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad),
-    )
+    writer = Writer(root, policy, stepper.placement.saving)
+    state = TrainState(job, settings, out, stepper, data, eval_data, writer, shown)
     cleanup.callback(state.unfreeze)
     enter_stage(state, 0)
     size = expected_bytes(job.model, stepper.optimizer, averaged=stepper.ema is not None)

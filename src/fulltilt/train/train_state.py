@@ -16,9 +16,9 @@ from fulltilt.train import checkpoint, checkpoint_format
 from fulltilt.train.checkpoint import Checkpoint, DamagedCheckpoint, HostMemory, Snapshot, Writer
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import Source
-from fulltilt.train.distributed import Group, local_shard, same_everywhere, sharded_like
+from fulltilt.train.distributed import local_shard, same_everywhere, sharded_like
 from fulltilt.train.guards import Guard, MicroBatch, Stateful
-from fulltilt.train.job import Job, Stage
+from fulltilt.train.job import Job, Stage, samples_in
 from fulltilt.train.metrics_log import EpochTotals
 from fulltilt.train.progress import Screen
 from fulltilt.train.random_states import RandomStates
@@ -224,50 +224,35 @@ def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, 
 # --------------------------------------------------------------------------- the whole
 
 
-@dataclass(slots=True)
 class TrainState:
     """Everything a run works with. The stepper's optimizer changes with the stage."""
 
-    job: Job
-    settings: TrainSettings
-    out: Path
-    group: Group
-    stages: tuple[Stage, ...]
-    source: Source
-    eval_source: Source | None
-    stepper: Stepper
-    eval_micro: MicroBatch
-    totals: EpochTotals
-    guard: Guard
-    history: MetricHistory
-    progress: Progress
-    kept_settings: KeptSettings
-    writer: Writer
-    screen: Screen
-    stage_index: int = -1
-    # What the job itself had frozen stays so; what the present epoch trains.
-    initially_frozen: frozenset[str] = frozenset()
-    trained: frozenset[str] | None = None
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """What is trained."""
-        return self.job.model
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank trains."""
-        return self.group.device
-
-    @property
-    def root(self) -> Path:
-        """Where the checkpoints are."""
-        return self.writer.root
-
-    @property
-    def epochs(self) -> int:
-        """Epochs of all stages together."""
-        return sum(stage.epochs for stage in self.stages)
+    def __init__(
+        self,
+        job: Job,
+        settings: TrainSettings,
+        out: Path,
+        stepper: Stepper,
+        source: Source,
+        eval_source: Source | None,
+        writer: Writer,
+        screen: Screen,
+    ) -> None:
+        self.job, self.settings, self.out, self.screen = job, settings, out, screen
+        self.stepper, self.source, self.eval_source, self.writer = stepper, source, eval_source, writer
+        self.model, self.group, self.device, self.root = job.model, stepper.group, stepper.group.device, writer.root
+        self.stages = job.stages or (Stage("training", settings.epochs),)
+        self.epochs = sum(stage.epochs for stage in self.stages)
+        self.eval_micro = MicroBatch(splittable=job.splittable)
+        self.totals = EpochTotals(self.group)
+        self.guard = Guard(settings)
+        self.history = MetricHistory(settings.monitor_mode)
+        self.progress = Progress()
+        self.kept_settings = KeptSettings(settings, samples_in(job.data))
+        self.stage_index = -1
+        # What the job itself had frozen stays so; what the present epoch trains.
+        self.initially_frozen = frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad)
+        self.trained: frozenset[str] | None = None
 
     def gpu_names(self) -> list[str]:
         """The names of all ranks' GPUs, the first rank's first; none on the CPU."""
