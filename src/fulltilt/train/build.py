@@ -224,10 +224,6 @@ def _check_model(job: Job) -> None:
 # --------------------------------------------------------------------------- where it begins
 
 
-# An optimizer's own state comes back with these as they were; a setting that was changed since has to win.
-_SETTINGS_IN_GROUPS = ("weight_decay", "momentum")
-
-
 def resume(state: TrainState, *, resume_from: Path | None = None, fresh: bool = False) -> None:
     """Bring the state to its newest checkpoint, or to what was named, and say which that is. Raises FulltiltErrors."""
     if fresh and state.group.first and (aside := checkpoint.set_aside(state.root)) is not None:
@@ -266,14 +262,10 @@ def _restore(state: TrainState, folder: Path) -> None:
     train_state.take_over(folder, "progress", state.progress, saved)
     epoch, consumed = state.progress.epoch, state.progress.consumed
     enter_stage(state, min(epoch - 1 if epoch and not consumed else epoch, state.epochs - 1))
-    groups = state.stepper.optimizer.param_groups
-    asked = [{name: group[name] for name in _SETTINGS_IN_GROUPS if name in group} for group in groups]
     average_begins = state.stepper.ema is not None and "ema" not in saved
     parts = {name: part for name, part in state.parts().items() if name != "ema" or not average_begins}
     train_state.restore(folder, state.model, parts, loaded)
     changed = state.kept_settings.changed
-    for group, wishes in zip(state.stepper.optimizer.param_groups, asked, strict=True):
-        group.update({name: value for name, value in wishes.items() if name in changed})
     if isinstance(state.source, BatchSource) and "batch_size" in changed:
         # Its position counts batches: as many samples in the batches of now, rounded down.
         before, now = (kept["batch_size"] for kept in (state.kept_settings.before, state.kept_settings.now))

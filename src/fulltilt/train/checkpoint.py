@@ -38,11 +38,6 @@ class KeepPolicy:
     best: int = 1
     mode: Literal["max", "min"] = "max"
 
-    @property
-    def most(self) -> int:
-        """The largest number of checkpoints that this policy keeps at once."""
-        return self.last + self.best
-
 
 # --------------------------------------------------------------------------- the format
 
@@ -90,7 +85,6 @@ class Checkpoint:
     step: int
     epoch: int
     metric: float | None
-    size_bytes: int
 
 
 def steps_to_delete(checkpoints: Collection[Checkpoint], policy: KeepPolicy) -> list[int]:
@@ -354,22 +348,24 @@ def _manifest(folder: Path) -> dict[str, Any]:
         with store.open_plain(path) as file:
             raw = file.read()
         manifest = json.loads(raw)
-        checksum = manifest.pop("manifest_sha256")
-        plain_names = all(Path(name).name == name for name in manifest["files"])
-        names = set(manifest["files"])
+        del manifest["manifest_sha256"]
+        files = manifest["files"]
+        names = set(files)
+        plain_names = all(Path(name).name == name for name in names)
         # What is read is verified.
         complete = {TENSORS_FILE, VALUES_FILE} <= names and {MODEL_FILE, SHARDS_FILE} & names
         intact = _seal(manifest) == raw and plain_names and complete
         newer = manifest["schema_version"] > SCHEMA_VERSION
         step_agrees = folder_name(manifest["step"]) == folder.name or not _NAME.fullmatch(folder.name)
-        found = _described(folder, manifest)
-        if not all(isinstance(value, int | float) for value in (found.step, found.epoch, found.metric or 0.0)):
+        sizes = [files[name]["bytes"] for name in files]
+        numbers = [manifest["step"], manifest["epoch"], manifest["metric"] or 0.0, *sizes]
+        if not all(isinstance(number, int | float) for number in numbers):
             raise TypeError
     except OSError as error:
         raise DamagedCheckpoint(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged ({type(error).__name__})") from error
-    if not intact or not checksum:
+    if not intact:
         raise DamagedCheckpoint(f"{path}: its own checksum differs")
     if not step_agrees:
         raise DamagedCheckpoint(f"{path} is of step {manifest['step']}, not of {folder.name}")
@@ -379,8 +375,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _described(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
-    size = sum(entry["bytes"] for entry in manifest["files"].values())
-    return Checkpoint(folder, manifest["step"], manifest["epoch"], manifest["metric"], size)
+    return Checkpoint(folder, manifest["step"], manifest["epoch"], manifest["metric"])
 
 
 # --------------------------------------------------------------------------- the newest
@@ -482,15 +477,14 @@ class Writer:
 
     def wait(self) -> None:
         """Wait until the disk has everything. Raises what the writer met."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self.finish()
         self.check()
 
     def finish(self) -> None:
-        """Let a save under way come to its end, because something else has gone wrong. Raises nothing."""
+        """Let a save under way come to its end. Raises nothing."""
         if self._thread is not None:
             self._thread.join()
+            self._thread = None
 
     def save(self, snapshot: Snapshot, *, background: bool = True) -> None:
         """Write ``snapshot``; its tensors must be frozen. The caller has waited for the save before this one."""
@@ -530,10 +524,11 @@ def check_space(root: Path, size_bytes: int, policy: KeepPolicy) -> None:
                 "Raise it with `ulimit -f unlimited`.",
             )
     present = sum(file.stat().st_size for folder in folders(root) for file in folder.iterdir())
-    needed = size_bytes * (policy.most + 1)
+    kept = policy.last + policy.best
+    needed = size_bytes * (kept + 1)
     free = checkpoint_format.free_bytes(root)
     if needed > free + present:
         raise MachineError(
-            f"{root} has {free:,} bytes free; {policy.most} kept checkpoints and one being written need {needed:,}",
+            f"{root} has {free:,} bytes free; {kept} kept checkpoints and one being written need {needed:,}",
             "Free some space, keep fewer checkpoints (keep_last, keep_best), or choose another folder with --out.",
         )

@@ -159,18 +159,6 @@ def lost_contact(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def same_everywhere(parameters: Sequence[torch.Tensor], group: Group) -> bool:
-    """Whether all ranks hold the same parameters bit for bit, by comparing a hash of their bits.
-
-    The hash is computed on the device; only 8 bytes travel. Waits for the device.
-    """
-    if group.alone:
-        return True
-    own = float(bit_hash(parameters))
-    largest, smallest = group.agree([own, -own])
-    return largest == -smallest
-
-
 def bit_hash(tensors: Sequence[torch.Tensor]) -> int:
     """A 52-bit hash of the exact bits of ``tensors``, so that it fits into a float64 unchanged."""
     if not tensors:

@@ -16,7 +16,7 @@ from fulltilt.train import checkpoint, checkpoint_format
 from fulltilt.train.checkpoint import Checkpoint, DamagedCheckpoint, HostMemory, Snapshot, Writer
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import Source
-from fulltilt.train.distributed import local_shard, same_everywhere, sharded_like
+from fulltilt.train.distributed import bit_hash, local_shard, sharded_like
 from fulltilt.train.guards import Guard, MicroBatch, Stateful
 from fulltilt.train.job import Job, Stage, samples_in
 from fulltilt.train.metrics_log import EpochTotals
@@ -92,9 +92,8 @@ class KeptSettings:
 class OptimizerState:
     """An optimizer whose moments are divided as its parameters are, however they lie in the checkpoint."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, warn: Callable[[str], None]) -> None:
-        self.optimizer = optimizer
-        self._warn = warn
+    def __init__(self, optimizer: torch.optim.Optimizer, kept: KeptSettings, warn: Callable[[str], None]) -> None:
+        self.optimizer, self._kept, self._warn = optimizer, kept, warn
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -110,8 +109,10 @@ class OptimizerState:
             self._warn(f"the optimizer starts from nothing: the checkpoint's is {what}")
             return
         parameters = [p for group in groups for p in group["params"]]
-        # Switches such as fused and amsgrad are the job's: state that another switch needs may not be there.
-        own_values = [{k: v for k, v in group.items() if k == "lr_factor" or isinstance(v, bool)} for group in groups]
+        # Switches such as fused and amsgrad are the job's: state that another switch needs may not be there. A setting
+        # that was changed since the checkpoint wins, too.
+        ours = {"lr_factor", *{"weight_decay", "momentum"}.intersection(self._kept.changed)}
+        own_values = [{k: v for k, v in group.items() if k in ours or isinstance(v, bool)} for group in groups]
         entries = {
             index: {name: _as_parameter(name, value, parameters[index]) for name, value in entry.items()}
             for index, entry in state["state"].items()
@@ -264,7 +265,8 @@ class TrainState:
         """What a checkpoint holds besides the model."""
         parts: dict[str, Part] = {
             "progress": self.progress,
-            "optimizer": OptimizerState(self.stepper.optimizer, self.screen.warn),
+            "settings": self.kept_settings,  # before the optimizer, which goes by what has changed
+            "optimizer": OptimizerState(self.stepper.optimizer, self.kept_settings, self.screen.warn),
             "loss_scale": self.stepper.scale,
             "random": RandomStates(self.group),
             "totals": self.totals,
@@ -272,7 +274,6 @@ class TrainState:
             "micro_batch": self.stepper.micro,
             "eval_micro_batch": self.eval_micro,
             "history": self.history,
-            "settings": self.kept_settings,
         }
         if self.stepper.ema is not None:
             parts["ema"] = self.stepper.ema
@@ -302,8 +303,12 @@ class TrainState:
         return f"{', '.join(names[:3])}{more}" if names else None
 
     def check_drift(self) -> None:
-        """Raise MachineError when the ranks no longer hold the same weights."""
-        if not self.stepper.placement.lockstep and not same_everywhere(list(self.model.parameters()), self.group):
+        """Raise MachineError when the ranks' weights differ in any bit; only a hash travels. Waits for the device."""
+        if self.group.alone or self.stepper.placement.lockstep:
+            return
+        own = float(bit_hash(list(self.model.parameters())))
+        largest, smallest = self.group.agree([own, -own])
+        if largest != -smallest:
             raise MachineError(
                 f"the ranks' weights differ at step {self.progress.step}: one GPU computed wrongly",
                 "Resume from the last checkpoint, and have that machine's memory checked.",
