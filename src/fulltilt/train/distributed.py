@@ -116,12 +116,6 @@ class Group:
         agreed: list[float] = shared.tolist()
         return agreed
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum ``tensor`` over the ranks, in place."""
-        if not self.alone:
-            dist.all_reduce(tensor)
-        return tensor
-
     def gather(self, value: Any) -> list[Any]:
         """Every rank's plain value, by rank."""
         if self.alone:

@@ -13,7 +13,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -105,24 +105,14 @@ class EpochTotals:
 
     def means(self) -> dict[str, float]:
         """The means so far, over all ranks. Waits for the device. NaN: nothing was finite."""
-        group = self.group
-        sums, weights = self._by_name()
-        if not group.alone:
-            # A rank that got no sample does not know the names yet.
-            names = list(dict.fromkeys(name for known in group.gather(list(sums)) for name in known))
-            rows = [[known.get(name, 0.0) for name in names] for known in (sums, weights)]
-            totals, counts = group.sum_(torch.tensor(rows, dtype=torch.float64)).tolist()
-            sums, weights = dict(zip(names, totals, strict=True)), dict(zip(names, counts, strict=True))
-        return {name: sums[name] / weights[name] if weights[name] else math.nan for name in sums}
-
-    def _by_name(self) -> tuple[dict[str, float], dict[str, float]]:
-        sums = {name: total for name, (total, _) in self._read.items()}
-        weights = {name: weight for name, (_, weight) in self._read.items()}
+        own = [(name, *sums) for name, sums in self._read.items()]
         for names, rows in self._sums.items():
-            for name, total, weight in zip(names, *rows.tolist(), strict=True):
-                sums[name] = sums.get(name, 0.0) + total
-                weights[name] = weights.get(name, 0.0) + weight
-        return sums, weights
+            own += zip(names, *rows.tolist(), strict=True)
+        totals: dict[str, tuple[float, float]] = {}
+        for name, total, weight in itertools.chain(*self.group.gather(own)):
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = before[0] + total, before[1] + weight
+        return {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: each rank has sums of its own; what was read is the same on all."""
@@ -184,9 +174,6 @@ class MetricLog:
 # --------------------------------------------------------------------------- trackers
 
 
-TrackerName = Literal["tensorboard", "wandb", "trackio"]
-
-
 Log = Callable[[Mapping[str, float], int], None]
 
 
@@ -223,7 +210,7 @@ class Trackers:
         self._warn = warn
         self._open: dict[str, tuple[Log, Callable[[], None]]] = {}
 
-    def start(self, asked: Sequence[TrackerName] | None, out: Path, project: str, config: Mapping[str, Any]) -> None:
+    def start(self, asked: Sequence[str] | None, out: Path, project: str, config: Mapping[str, Any]) -> None:
         """Open them. Without a wish (None) TensorBoard is written where it is installed."""
         for name in ("tensorboard",) if asked is None else dict.fromkeys(asked):
             if importlib.util.find_spec(name) is None:

@@ -75,12 +75,11 @@ def peak_of(before: Sample | None, now: Sample) -> Sample:
     if before is None:
         return now
     known = {gpu.uuid: gpu for gpu in before.gpus}
-    on_gpu = ("util_pct", "vram_used_bytes", "temperature_c", "sm_active_pct")
-    gpus = tuple(_highest(known.get(gpu.uuid, gpu), gpu, on_gpu) for gpu in now.gpus)
-    return replace(now, host=_highest(before.host, now.host, ("cpu_pct", "mem_used_bytes")), gpus=gpus)
+    gpus = tuple(_highest(known.get(gpu.uuid, gpu), gpu, "util_pct", "vram_used_bytes") for gpu in now.gpus)
+    return replace(now, host=_highest(before.host, now.host, "cpu_pct", "mem_used_bytes"), gpus=gpus)
 
 
-def _highest(before: Reading, now: Reading, names: Sequence[str]) -> Reading:
+def _highest(before: Reading, now: Reading, *names: str) -> Reading:
     both = {name: [value for one in (before, now) if (value := getattr(one, name)) is not None] for name in names}
     return replace(now, **{name: max(values, default=None) for name, values in both.items()})  # type: ignore[arg-type]
 
