@@ -93,7 +93,7 @@ def test_a_bad_image_is_named_and_stops_the_run(residency: str, workers: int, tm
 
 @pytest.mark.parametrize(("residency", "workers"), WAYS)
 def test_bad_images_are_skipped_and_named_once(residency: str, workers: int, tmp_path: Path) -> None:
-    """Seen to fail: with `_without_failures` returning what it was given the engine meets a batch that is none."""
+    """Seen to fail: with what `MapSource` does about a `Fetched` left out the engine meets a batch that is none."""
     data = images(tmp_path / "images", {3: "cut", 23: "text"})
     net = Net()
     settings = {"on_bad_sample": "skip", "max_bad_share": 0.05, "epochs": 2}

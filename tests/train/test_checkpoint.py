@@ -237,7 +237,7 @@ def test_a_folder_with_files_of_others_is_refused(name: str, tmp_path: Path) -> 
 def test_the_policy_keeps_the_last_and_the_best(
     metrics: dict[int, float | None], last: int, best: int, mode: str
 ) -> None:
-    known = [checkpoint.Checkpoint(Path(), step, 0, metric, 0) for step, metric in metrics.items()]
+    known = [checkpoint.Checkpoint(Path(), step, 0, metric) for step, metric in metrics.items()]
     gone = set(steps_to_delete(known, KeepPolicy(last, best, mode)))  # type: ignore[arg-type]
     kept = set(metrics) - gone
     assert set(sorted(metrics)[-last:]) <= kept

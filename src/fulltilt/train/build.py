@@ -95,7 +95,8 @@ def _optimizer(state: TrainState) -> torch.optim.Optimizer:
     made = make(state.model, state.settings, state.device)
     if not isinstance(made, torch.optim.Optimizer):
         raise UsageError(f"optimizer(model, settings, device) returned {type(made).__name__}, which is no optimizer")
-    optimizers.note_rates(made, state.settings.lr)
+    for group in made.param_groups:  # the schedule moves the rates of all of them together
+        group.setdefault("lr_factor", float(group["lr"]) / state.settings.lr)
     return made
 
 
@@ -201,7 +202,8 @@ def _stepper(job: Job, settings: TrainSettings, group: Group, screen: Screen, cl
     if not group.alone:
         placement = Sharded(whole, group) if sharded else Replicated(whole, group)
     stepper = Stepper(job, settings, placement, group, screen.warn)
-    if cuda_graphs.graphs_wanted(settings, device, alone=group.alone):
+    replayable = device.type == "cuda" and group.alone and not settings.gradient_checkpointing
+    if settings.cuda_graphs and replayable:
         stepper.graphs = cuda_graphs.GraphedModel(model, compiled, screen.warn)
         cleanup.callback(stepper.graphs.undo)
     return stepper

@@ -22,7 +22,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fulltilt.errors import UsageError
-from fulltilt.train.config import TrainSettings
 from fulltilt.train.random_states import restore_rng, rng_state
 
 _HOST = torch.device("cpu")
@@ -277,11 +276,6 @@ EAGER_FIRST = 3
 MOST_SHAPES = 16
 
 Say = Callable[[str], None]
-
-
-def graphs_wanted(settings: TrainSettings, device: torch.device, *, alone: bool) -> bool:
-    """Whether a run replays its model: one GPU, and activations that are not computed again."""
-    return settings.cuda_graphs and device.type == "cuda" and alone and not settings.gradient_checkpointing
 
 
 class GraphedModel:

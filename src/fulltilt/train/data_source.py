@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fulltilt.errors import DataError, UsageError
+from fulltilt.errors import UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.dataset_check import inspect
 from fulltilt.feed.dataset_objects import shared_handle
@@ -274,20 +274,12 @@ class MapSource(PlannedSource):
                 raise explained from error
             ids = order[low:high]
             if isinstance(batch, Fetched):
-                batch, ids = self._without_failures(batch), self._bad.without_bad(ids)
+                for failure in self._bad.note(batch.failures):
+                    log.warning("skipped %s: %s", failure.where(), failure.message)
+                batch, ids = batch.batch, self._bad.without_bad(ids)
             if self.augment is not None and batch is not None:
                 batch = self.augment(to_device(batch, self.device), plan.seed, plan.epoch, ids.to(self.device))
             yield batch
-
-    def _without_failures(self, fetched: Fetched) -> Any:
-        """What could be read. Names what is skipped; raises DataError as the policy says."""
-        try:
-            new = self._bad.note(fetched.failures)
-        except DataError as error:
-            raise error from RuntimeError(fetched.failures[0].trace)  # the log has the worker's own traceback
-        for failure in new:
-            log.warning("skipped %s: %s", failure.where(), failure.message)
-        return fetched.batch
 
     def close(self) -> None:
         """See PlannedSource. Left to themselves the workers would notice up to five seconds later that we are gone."""

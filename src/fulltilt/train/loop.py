@@ -205,7 +205,7 @@ class Loop:
             with self.record.validation():
                 state.share_buffers()
                 with averaged:
-                    found = evaluate(state, self.watchdog.beat, self._wants_to_stop)
+                    found = evaluate(state, self.watchdog.beat, lambda: self.stop.wanted(state.writer.longest_save_s))
         except Exception:
             if before is not None:
                 with contextlib.suppress(FulltiltError):  # what went wrong first is told
@@ -217,9 +217,6 @@ class Loop:
             state.screen.warn("eval_data gave no batch, so nothing was evaluated")
         self.stop.pause_done()
         return found
-
-    def _wants_to_stop(self) -> bool:
-        return self.stop.wanted(self.state.writer.longest_save_s)
 
     def _steps_used_up(self) -> bool:
         most = self.state.settings.max_steps

@@ -44,12 +44,6 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
     return [group for group in groups if group["params"]]
 
 
-def note_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Keep the rates that the groups were made with, as shares of ``lr``: the schedule moves all of them together."""
-    for group in optimizer.param_groups:
-        group.setdefault("lr_factor", float(group["lr"]) / lr)
-
-
 def step_unless(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
     """Step, unless ``bad`` (0.0 or 1.0 on the device). Waits for the device only if the optimizer is not fused."""
     if bad.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):  # it looks at the flag on the device

@@ -46,11 +46,10 @@ class Precision:
 
 def choose_precision(name: str, device: torch.device) -> Precision:
     """Resolve ``auto``: bf16 where the GPU has it, fp16 on older GPUs, fp32 on the CPU."""
-    if name == "auto":
-        if device.type != "cuda":
-            name = "fp32"
-        else:
-            name = "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+    if name == "auto" and device.type == "cuda":
+        name = "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+    elif name == "auto":
+        name = "fp32"
     return Precision(name, device, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name))
 
 
