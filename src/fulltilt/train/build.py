@@ -233,7 +233,7 @@ def resume(state: TrainState, *, resume_from: Path | None = None, fresh: bool = 
     state.group.barrier()
     if not fresh:
         # The first rank chooses for all: on a network disk the others may not see the newest one yet.
-        found = state.group.from_first(newest_complete(state.root) if state.group.first else None)
+        found = state.group.gather(newest_complete(state.root) if state.group.first else None)[0]
         for warning in found.warnings:
             state.screen.warn(warning)
         if found.checkpoint is not None:

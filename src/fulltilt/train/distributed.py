@@ -124,10 +124,6 @@ class Group:
         dist.all_gather_object(values, value)
         return values
 
-    def from_first(self, value: Any) -> Any:
-        """The first rank's plain value."""
-        return self.gather(value)[0]
-
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite ``tensors`` with the first rank's."""
         if not self.alone:

@@ -226,7 +226,7 @@ class Loop:
 
     def _judge(self, *, everything: bool = False) -> None:
         state = self.state
-        for (number, data), (loss, norm, bad, scale) in self.readout.drain() if everything else self.readout.due():
+        for (number, data), (loss, norm, bad, scale) in self.readout.read(everything=everything):
             figures = StepFigures(number, loss, norm, bool(bad), scale if state.stepper.scale.active else None)
             state.totals.add_read("loss", loss, data.samples)
             state.screen.step(figures, data.samples)

@@ -29,8 +29,8 @@ Label = TypeVar("Label")
 class AsyncMetrics(Generic[Label]):
     """A queue of small device vectors, each with a label from the host."""
 
-    def __init__(self, device: torch.device, lag: int | None = None) -> None:
-        self.lag = (8 if device.type == "cuda" else 0) if lag is None else lag
+    def __init__(self, device: torch.device) -> None:
+        self.lag = 8 if device.type == "cuda" else 0
         self._queue: deque[tuple[Label, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
@@ -47,29 +47,20 @@ class AsyncMetrics(Generic[Label]):
         event.record()
         self._queue.append((label, host, event))
 
-    def due(self) -> Iterator[tuple[Label, list[float]]]:
-        """What was queued more than ``lag`` steps ago. The GPU has long passed there, so this hardly ever waits."""
-        while len(self._queue) > self.lag:
-            yield self._take()
-
-    def drain(self) -> Iterator[tuple[Label, list[float]]]:
-        """Everything queued. Waits for the GPU."""
-        while self._queue:
-            yield self._take()
+    def read(self, *, everything: bool) -> Iterator[tuple[Label, list[float]]]:
+        """What was queued more than ``lag`` steps ago: the GPU has long passed there. Everything waits for it."""
+        while len(self._queue) > (0 if everything else self.lag):
+            label, host, event = self._queue.popleft()
+            if event is not None:
+                event.synchronize()
+            figures: list[float] = host.tolist()
+            if event is not None:
+                self._spare.append((host, event))
+            yield label, figures
 
     def clear(self) -> None:
         """Forget what is queued, after the run went back to an earlier state."""
-        for _ in self.drain():
-            pass
-
-    def _take(self) -> tuple[Label, list[float]]:
-        label, host, event = self._queue.popleft()
-        if event is not None:
-            event.synchronize()
-        figures: list[float] = host.tolist()
-        if event is not None:
-            self._spare.append((host, event))
-        return label, figures
+        self._queue.clear()
 
 
 # --------------------------------------------------------------------------- means over an epoch

@@ -186,8 +186,8 @@ class Screen:
         self._epoch = self._epochs = self._global_step = 0
         self._steps: int | None = None
         self._last: int | None = None  # the step of the epoch that training gets to
-        self._done = self._shown_at = self._resumed_at = 0
-        self._samples = self._batches = self._queued = 0
+        self._done = self._shown_at = self._queued = 0  # steps of the epoch
+        self._samples = self._batches = 0
         self._began_s = self._shown_s = time.monotonic()
         self._trained_s: float | None = None
         self._recent: deque[tuple[float, int, int]] = deque()  # time, steps and samples of the epoch by then
@@ -241,11 +241,11 @@ class Screen:
 
         ``left``: how many steps the whole run may still make, where it ends by their number.
         """
-        self._epoch, self._steps, self._done, self._shown_at = epoch, steps, done, done
+        self._epoch, self._steps = epoch, steps
+        self._done = self._shown_at = self._queued = done
         self._last = steps if steps is None or left is None else min(steps, done + left)
-        self._resumed_at = done
         self._asked = batch_size or self._asked
-        self._samples = self._batches = self._queued = 0
+        self._samples = self._batches = 0
         self.waits_s = []
         self._peak = self._trained_s = None
         self._began_s = self._shown_s = time.monotonic()
@@ -262,7 +262,7 @@ class Screen:
         self._queued += 1
         self._batches += max(batches, 1)
         # The last step of several may be what is left of the data: after a resume just there, the next one tells.
-        rest = self._steps is not None and 1 < self._steps == self._resumed_at + self._queued
+        rest = self._steps is not None and 1 < self._steps == self._queued
         if self._asked is not None and self._asked != self._batch_told and not rest:
             self._batch_told = self._asked
             self.say(f"Batch size: {-(-samples // max(batches, 1))} (expected: {self._asked})")

@@ -60,11 +60,6 @@ class EpochPlan:
         """This rank's micro-batches of all steps that are left."""
         return [share for step in range(self.steps) for share in self.shares(step)]
 
-    @property
-    def rank_batch_size(self) -> int:
-        """Samples of a full micro-batch on a rank."""
-        return -(-self.batch_size // self.world)
-
     def order(self) -> torch.Tensor:
         """The epoch's permutation of sample indices, the same on every rank."""
         if not self.shuffle:
@@ -85,8 +80,8 @@ class RankBatches:
 
     def begin(self, plan: EpochPlan) -> None:
         """Go on with another plan from the next ``iter`` on."""
-        self.plan, self.seed, self.batch_size = plan, plan.seed, plan.rank_batch_size
-        self.order = plan.order()
+        self.plan, self.seed, self.order = plan, plan.seed, plan.order()
+        self.batch_size = -(-plan.batch_size // plan.world)  # samples of a full micro-batch on a rank
 
     def batches(self, epoch: int) -> list[torch.Tensor]:
         """The sample numbers of each micro-batch; the plan is of this ``epoch`` alone."""
