@@ -84,15 +84,6 @@ def test_a_key_that_is_no_name(tmp_path: Path) -> None:
         config.read(tmp_path / "run.yaml")
 
 
-def test_a_list_of_names() -> None:
-    assert config.parse({"trackers": ["wandb", "trackio"]}, TrainSettings).trackers == ("wandb", "trackio")
-    assert config.parse({"trackers": []}, TrainSettings).trackers == ()
-    assert "trackers: should be a list, not 'wandb'" in problems({"trackers": "wandb"})
-    assert "trackers: should be one of tensorboard, wandb, trackio, not 'wanb'; did you mean wandb?" in problems(
-        {"trackers": ["tensorboard", "wanb"]}
-    )
-
-
 def test_good_ones_come_through() -> None:
     made = config.parse({"lr": 1, "max_time_s": "11h", "clip_norm": None, "batch_size": 64}, TrainSettings)
     assert (made.lr, made.max_time_s, made.clip_norm, made.batch_size) == (1.0, 39600.0, None, 64)

@@ -1,4 +1,4 @@
-"""What a run shows: its lines to the letter, the bar in a terminal, trackers, a profile, the idle GPU."""
+"""What a run shows: its lines to the letter, the bar in a terminal, metrics.csv, a profile, the idle GPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import io
 import json
 import logging
 import re
-import sys
 import time
-import types
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,7 +73,7 @@ def test_an_epoch_on_a_gpu_reads_as_the_guides_write_it(
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
     screen = Screen(tmp_path, stream=stream)
-    screen.begin("job", TrainSettings(batch_size=128, trackers=()), "fp32", 20, ["Tesla T4", "Tesla T4"])
+    screen.begin(TrainSettings(batch_size=128), "fp32", 20, ["Tesla T4", "Tesla T4"])
     screen.debugging = True
     screen.epoch_begins(0, 384, 0)
     for step in range(384):
@@ -115,7 +112,7 @@ def test_what_is_left_of_an_epoch_is_not_taken_for_the_batch_size(tmp_path: Path
     """Seen to fail: a run resumed at the last step of an epoch told `Batch size: 4 (expected: 8)` of 20 samples."""
     stream = io.StringIO()
     screen = Screen(tmp_path, stream=stream)
-    screen.begin("job", TrainSettings(batch_size=8, trackers=()), "fp32", 2, [])
+    screen.begin(TrainSettings(batch_size=8), "fp32", 2, [])
     screen.epoch_begins(0, 3, done=2)
     screen.stepped(4)
     assert stream.getvalue() == ""
@@ -258,80 +255,7 @@ def test_a_terminal_without_unicode_gets_plain_characters() -> None:
     assert raw.getvalue() == b"Epoch 1/2 [##--]  50%\n"
 
 
-# --------------------------------------------------------------------------- trackers
-
-
-class FakeTracker(types.ModuleType):
-    """A module with the calls of wandb and trackio; ``fails_in`` names the one that raises."""
-
-    def __init__(self, name: str, fails_in: str | None = None) -> None:
-        super().__init__(name)
-        self.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
-        self.fails_in, self.given, self.logged, self.finished = fails_in, {}, [], 0  # type: ignore[var-annotated]
-
-    def _maybe(self, call: str) -> None:
-        if call == self.fails_in:
-            raise ConnectionError("the server is gone\nwith a long story")
-
-    def init(self, **given: Any) -> FakeTracker:
-        self._maybe("init")
-        self.given = given
-        return self
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self._maybe("log")
-        self.logged.append((step, metrics))
-
-    def finish(self) -> None:
-        self._maybe("finish")
-        self.finished += 1
-
-
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    def put(module: FakeTracker) -> FakeTracker:
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        return module
-
-    return put
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_metrics_reach_a_tracker_and_a_resume_goes_on_with_its_run(name: str, tmp_path: Path, install: Any) -> None:
-    fake = install(FakeTracker(name))
-    run(tmp_path, trackers=(name,), epochs=1, log_every=2)
-    first = fake.given
-    assert first["project"] == "training"
-    assert first["config"]["batch_size"] == 8
-    assert [step for step, metrics in fake.logged if "samples_per_s" in metrics] == [2, 4, 6]
-    step, metrics = fake.logged[-1]
-    assert step == 6
-    assert {"epoch", "epoch_s", "train_loss", "eval_loss", "eval_accuracy"} <= set(metrics)
-    run(tmp_path, trackers=(name,), epochs=2)
-    assert fake.given["name"] == first["name"]
-    assert fake.given["resume"] == "allow"
-    assert fake.finished == 2
-
-
-@pytest.mark.parametrize("call", ["init", "log", "finish"])
-def test_a_tracker_that_fails_is_told_once_and_never_stops_the_training(
-    call: str, tmp_path: Path, install: Any
-) -> None:
-    """Seen to fail: without the `except` around that call in `Trackers` the run ends with a ConnectionError."""
-    install(FakeTracker("wandb", fails_in=call))
-    told = run(tmp_path, trackers=("wandb",))
-    words = "warning: wandb failed and is left out from here on (ConnectionError: the server is gone)\n"
-    assert told.count(words) == 1
-    assert "Epoch 2/2" in told
-
-
-def test_a_tracker_that_is_not_installed_is_named_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    told = run(tmp_path, trackers=("trackio",), epochs=1)
-    assert "warning: trackio is not installed, so nothing is logged there: pip install trackio\n" in told
-    assert "not installed" not in run(tmp_path, epochs=2), "nobody asked for it"
+# --------------------------------------------------------------------------- metrics.csv
 
 
 def test_a_resumed_run_goes_on_in_the_same_table(tmp_path: Path) -> None:

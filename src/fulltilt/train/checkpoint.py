@@ -49,7 +49,7 @@ VALUES_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.csv"
 # What a training writes into OUT besides the files of its record.
-RESERVED = ("checkpoints", METRICS_FILE, "error.log", "profile", "tensorboard")
+RESERVED = ("checkpoints", METRICS_FILE, "error.log", "profile")
 _NAME = re.compile(r"step-(\d{8,})")
 _ALONE = Ranks()
 _MODEL = "model."  # before the names of the model's tensors, among the shards

@@ -100,9 +100,7 @@ class TrainSettings:
     drift_every: int | None = option(1000, least=1)
     # what is shown
     eval_every: int = option(1, "Evaluate after every so many epochs, and after the last one.", least=1)
-    log_every: int | None = option(None, least=1)
     record: bool = True
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] | None = None
     profile_steps: int | None = option(None, least=1)
 
     def problems(self) -> list[str]:
@@ -230,11 +228,6 @@ def _converted(kind: Any, value: Any, key: str, bounds: Mapping[str, Any]) -> tu
     if value is None:
         return (None, None) if types.NoneType in options else ("should not be empty", None)
     wanted = next(option for option in options if option is not types.NoneType)
-    if get_origin(wanted) is tuple:
-        if not isinstance(value, list | tuple):
-            return f"should be a list, not {_short(value)}", None
-        each = [_converted(get_args(wanted)[0], item, key, bounds) for item in value]
-        return next((problem for problem, _ in each if problem), None), tuple(item for _, item in each)
     if get_origin(wanted) is Literal:
         choices = get_args(wanted)
         if isinstance(value, str) and value in choices:

@@ -87,9 +87,7 @@ class Loop:
     def run(self) -> Outcome:
         """Train to the end."""
         state, progress = self.state, self.state.progress
-        state.screen.begin(
-            state.job.name, state.settings, state.stepper.precision.name, state.epochs, state.gpu_names()
-        )
+        state.screen.begin(state.settings, state.stepper.precision.name, state.epochs, state.gpu_names())
         if not self.steps_left:
             state.screen.say(f"Nothing is left to train: step {progress.step} is done already; --fresh begins anew")
         try:

@@ -1,17 +1,13 @@
-"""Metrics: read from the GPU without stopping it, averaged over an epoch, written as CSV and to trackers."""
+"""Metrics: read from the GPU without stopping it, averaged over an epoch, written as CSV."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import importlib
-import importlib.util
 import io
 import itertools
 import math
-import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -160,74 +156,3 @@ class MetricLog:
         writer.writeheader()
         writer.writerows(self._rows[number] for number in sorted(self._rows))
         store.write_text(self.path, text.getvalue())
-
-
-# --------------------------------------------------------------------------- trackers
-
-
-Log = Callable[[Mapping[str, float], int], None]
-
-
-def _tensorboard(out: Path) -> tuple[Log, Callable[[], None]]:
-    """Event files in ``OUT/tensorboard``."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer: Any = SummaryWriter(str(store.OwnedFolder(out).make(out / "tensorboard")))  # type: ignore[no-untyped-call, unused-ignore]
-
-    def log(metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-
-    return log, writer.close
-
-
-def _wandb(module: str, out: Path, project: str, config: Mapping[str, Any]) -> tuple[Log, Callable[[], None]]:
-    """wandb, or trackio, which took over its calls. A resumed training goes on with the curves it began."""
-    # The name of a folder is no name for a run: another machine has a folder of that name, too.
-    path = out / f"{module}-run.txt"
-    if not path.exists():
-        store.write_text(path, f"{out.resolve().name}-{uuid.uuid4().hex[:8]}\n")
-    name = path.read_text(encoding="utf-8").strip()
-    own = {"id": name, "dir": str(out)} if module == "wandb" else {}
-    tracker = importlib.import_module(module)
-    run = tracker.init(project=project, name=name, config=dict(config), resume="allow", **own)
-    return lambda metrics, step: run.log(dict(metrics), step=step), run.finish
-
-
-class Trackers:
-    """Those that were asked for and could be opened. One that fails is named once and left out from then on."""
-
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn = warn
-        self._open: dict[str, tuple[Log, Callable[[], None]]] = {}
-
-    def start(self, asked: Sequence[str] | None, out: Path, project: str, config: Mapping[str, Any]) -> None:
-        """Open them. Without a wish (None) TensorBoard is written where it is installed."""
-        for name in ("tensorboard",) if asked is None else dict.fromkeys(asked):
-            if importlib.util.find_spec(name) is None:
-                if asked is not None:
-                    self._warn(f"{name} is not installed, so nothing is logged there: pip install {name}")
-                continue
-            with self._left_out_if_it_fails(name):
-                self._open[name] = _tensorboard(out) if name == "tensorboard" else _wandb(name, out, project, config)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One point for each of ``metrics``."""
-        for name, (log, _) in list(self._open.items()):
-            with self._left_out_if_it_fails(name):
-                log(metrics, step)
-
-    def close(self) -> None:
-        """Let them write the rest."""
-        for name, (_, close) in list(self._open.items()):
-            with self._left_out_if_it_fails(name):
-                close()
-
-    @contextlib.contextmanager
-    def _left_out_if_it_fails(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._open.pop(name, None)
-            first = (str(error).strip().splitlines() or [""])[0][:200]
-            self._warn(f"{name} failed and is left out from here on ({type(error).__name__}: {first})")

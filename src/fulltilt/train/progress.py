@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import logging
 import os
@@ -29,7 +28,7 @@ from fulltilt.report.console import can_redraw, encodable
 from fulltilt.report.status_line import memory_line, status_line
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.guards import StepFigures
-from fulltilt.train.metrics_log import MetricLog, Trackers
+from fulltilt.train.metrics_log import MetricLog
 
 Reading = TypeVar("Reading", HostReading, GpuReading)
 
@@ -161,7 +160,6 @@ class Screen:
     """The only place of the engine that prints. Ranks but the first stay silent."""
 
     def __init__(self, out: Path, *, speaks: bool = True, stream: TextIO | None = None, sampled: bool = True) -> None:
-        self.out = out
         self.speaks = speaks
         self.stream = stream or sys.stdout
         self.sampled = speaks and sampled
@@ -174,16 +172,14 @@ class Screen:
         self.waits_s: list[float] = []
         self._terminal = Terminal(self.stream)
         self._log = MetricLog(out) if speaks else None
-        self._trackers = Trackers(self.warn)
         self._relay = _Relay(self)
-        self._log_every: int | None = None
         self._on_gpu = False
         self._peak: Sample | None = None
         self._metrics: dict[str, float] = {}
         self._watched: str | None = None
         self._asked: int | None = None
         self._batch_told: int | None = None
-        self._epoch = self._epochs = self._global_step = 0
+        self._epoch = self._epochs = 0
         self._steps: int | None = None
         self._last: int | None = None  # the step of the epoch that training gets to
         self._done = self._shown_at = self._queued = 0  # steps of the epoch
@@ -200,7 +196,6 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         logging.getLogger("fulltilt").removeHandler(self._relay)
         self._terminal.keep()
-        self._trackers.close()
 
     # ----------------------------------------------------------------------- lines
 
@@ -220,17 +215,14 @@ class Screen:
 
     # ----------------------------------------------------------------------- what the loop tells
 
-    def begin(self, name: str, settings: TrainSettings, precision: str, epochs: int, gpu_names: Sequence[str]) -> None:
+    def begin(self, settings: TrainSettings, precision: str, epochs: int, gpu_names: Sequence[str]) -> None:
         """Say what the run trains, and on what."""
-        self._watched, self._log_every = settings.monitor, settings.log_every
-        self._epochs, self._asked = epochs, settings.batch_size
+        self._watched, self._epochs, self._asked = settings.monitor, epochs, settings.batch_size
         self._on_gpu = bool(gpu_names)
         if gpu_names:
             self.say(f"Using {words.count('GPU', len(gpu_names))} for training")
         for index, gpu_name in enumerate(gpu_names):
             self.say(f"GPU {index}: {gpu_name}")
-        if self.speaks:
-            self._trackers.start(settings.trackers, self.out, name, dataclasses.asdict(settings))
         accumulated = f" × {settings.accumulation} accumulated" if settings.accumulation > 1 else ""
         self.debug(f"precision {precision}, batch {settings.batch_size}{accumulated}, seed {settings.seed}")
 
@@ -272,7 +264,6 @@ class Screen:
         """A step is done and its figures have arrived."""
         self._done += 1
         self._samples += samples
-        self._global_step = figures.step
         tenth = max(int((self._steps or 10) * REFRESH_SHARE), 1)
         now = time.monotonic()
         self._recent.append((now, self._done, self._samples))
@@ -285,9 +276,6 @@ class Screen:
             self._shown_s = now
             if self.speaks:
                 self._terminal.bar(self._bar(figures))
-        if (figures.step % self._log_every == 0) if self._log_every else fresh_tenth:
-            figures_now = {"loss": figures.loss, "grad_norm": figures.grad_norm, "samples_per_s": self._rates()[1]}
-            self._trackers.log(figures_now, figures.step)
 
     def epoch_trained(self) -> None:
         """The steps of the epoch are done; what follows (evaluation) is not their time."""
@@ -313,7 +301,6 @@ class Screen:
                 self._log.write(epoch + 1, metrics, seconds)
             except FulltiltError as error:  # the checkpoint decides whether the disk ends the run
                 self.warn(error.what)
-        self._trackers.log({"epoch": epoch + 1, "epoch_s": seconds, **metrics}, self._global_step)
 
     def outlook(self, history: Sequence[tuple[float, float]], target: float, mode: Literal["max", "min"]) -> None:
         """When the watched metric will reach its target, at the pace of the epoch that has just ended."""
@@ -323,7 +310,7 @@ class Screen:
         """What the machine does now; called from the sampler's thread."""
         if sample.host.cpu_pct is None and self._before_sampling is not None:
             so_far = rates_between(self._before_sampling, read_counters(time.monotonic()))
-            sample = dataclasses.replace(sample, host=dataclasses.replace(sample.host, cpu_pct=so_far.cpu_pct))
+            sample = replace(sample, host=replace(sample.host, cpu_pct=so_far.cpu_pct))
         self.latest = sample
         self._peak = peak_of(self._peak, sample)
 
