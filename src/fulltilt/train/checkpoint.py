@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import threading
 import time
 import uuid
@@ -526,7 +527,7 @@ def check_space(root: Path, size_bytes: int, policy: KeepPolicy) -> None:
     present = sum(file.stat().st_size for folder in folders(root) for file in folder.iterdir())
     kept = policy.last + policy.best
     needed = size_bytes * (kept + 1)
-    free = checkpoint_format.free_bytes(root)
+    free = shutil.disk_usage(root).free
     if needed > free + present:
         raise MachineError(
             f"{root} has {free:,} bytes free; {kept} kept checkpoints and one being written need {needed:,}",

@@ -84,13 +84,6 @@ def refusals_told(path: Path, needed_bytes: int | None = None) -> Iterator[None]
         raise cannot_write(path, error, needed_bytes) from error
 
 
-def free_bytes(folder: Path) -> int:
-    """Bytes an ordinary user may still write into ``folder`` or the nearest parent that exists."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
 def refused_write(error: BaseException, out: Path) -> MachineError | None:
     """The error for a disk that took no more of what goes to ``out``; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -107,7 +100,7 @@ def cannot_write(path: Path, error: OSError, needed_bytes: int | None = None) ->
             "Raise it with `ulimit -f unlimited`, or choose another folder with --out.",
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = free_bytes(path if path.is_dir() else path.parent)
+        free = shutil.disk_usage(path if path.is_dir() else path.parent).free
         needed = f"{needed_bytes:,} bytes needed, " if needed_bytes else ""
         return MachineError(
             f"cannot write {path}: {cause} ({needed}{free:,} free)",

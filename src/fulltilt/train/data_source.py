@@ -381,8 +381,12 @@ def make_source(
 ) -> Source:
     """The source for a data set or iterable; ``plan`` has the sizes, without its number of samples."""
     on_device = as_augmentation(augment)
-    streams = isinstance(data, torch.utils.data.IterableDataset)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not streams:
+    if isinstance(data, torch.utils.data.IterableDataset):
+        raise UsageError(
+            "an IterableDataset does not say whether it gives samples or batches",
+            "Give DataLoader(data, batch_size=…) for samples, or DataLoader(data, batch_size=None) for ready batches.",
+        )
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         if len(data) == 0:
             raise UsageError("the data set is empty")
         if settings.workers and (held := shared_handle(data)) is not None:
@@ -394,11 +398,6 @@ def make_source(
         through_feed = settings.residency != "none" and collate is None
         fed = _fed(data, plan, settings, on_device, device, stack_log) if through_feed else None
         return fed or MapSource(data, plan, settings, collate, on_device, device=device, stack_log=stack_log)
-    if streams:
-        raise UsageError(
-            "an IterableDataset does not say whether it gives samples or batches",
-            "Give DataLoader(data, batch_size=…) for samples, or DataLoader(data, batch_size=None) for ready batches.",
-        )
     if hasattr(data, "__iter__"):
         if on_device is not None:
             raise UsageError(

@@ -122,9 +122,6 @@ class EpochTotals:
 # --------------------------------------------------------------------------- metrics.csv
 
 
-Row = dict[str, str]
-
-
 class MetricLog:
     """Keeps a row an epoch in ``OUT/metrics.csv``. An epoch that is trained once more has its row replaced.
 
@@ -133,7 +130,7 @@ class MetricLog:
 
     def __init__(self, out: Path) -> None:
         self.path = out / METRICS_FILE
-        self._rows: dict[int, Row] | None = None
+        self._rows: dict[int, dict[str, str]] | None = None
 
     def write(self, epoch: int, metrics: dict[str, float], seconds: float) -> None:
         """Log one epoch. Raises MachineError when the disk refuses, ForeignFiles for a file that we did not write."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import sys
 from collections.abc import Iterator
@@ -69,14 +68,9 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 @contextlib.contextmanager
 def sample_seed(seed: int, epoch: int, index: int) -> Iterator[None]:
     """Within it, random draws depend on (seed, epoch, index) only; the run's own generators then go on undisturbed."""
-    generators = _generators(numpy_is_there="numpy" in sys.modules)
+    generators = Generators()
     # A worker process has no run of its own to protect, and putting states back costs more than seeding.
     in_worker = torch.utils.data.get_worker_info() is not None
     with contextlib.nullcontext() if in_worker else generators.untouched():
         generators.seed(random_numbers.sample_seed(seed, epoch, index))
         yield
-
-
-@functools.cache
-def _generators(*, numpy_is_there: bool) -> Generators:  # noqa: ARG001 - a library that comes later brings one more
-    return Generators()
