@@ -77,8 +77,7 @@ def test_an_epoch_on_a_gpu_reads_as_the_guides_write_it(
     screen.debugging = True
     screen.epoch_begins(0, 384, 0)
     for step in range(384):
-        screen.loaded(0.0781 if step == 0 else 0.02516)
-        screen.stepped(128)
+        screen.stepped(128, 1, 0.0781 if step == 0 else 0.02516)
         now[0] += 120 / 384
         screen.note(reading(85 if step < 300 else 70, 12.3, 45.2, 18.43))
         screen.step(StepFigures(step + 1, 0.5, 1.0, bad=False), 128 if step < 383 else 416)

@@ -135,11 +135,10 @@ class Loop:
                     )
                     raise UsageError(what, remedy)
                 break
-            state.screen.loaded(time.perf_counter() - began, len(data.batches))
-            self._step(data)
+            self._step(data, time.perf_counter() - began)
         self._end_epoch(cut_short=self._steps_used_up())
 
-    def _step(self, data: StepData) -> None:
+    def _step(self, data: StepData, wait_s: float) -> None:
         state, progress = self.state, self.state.progress
         number = progress.step + 1
         self.watchdog.beat(f"in step {number}")
@@ -147,7 +146,7 @@ class Loop:
             group["lr"] = learning_rate_of(state) * group.get("lr_factor", 1.0)
         state.stepper.stop_flag = float(self.stop.reason is not None)
         figures = state.stepper.step(data.batches, data.samples, number, state.totals)
-        state.screen.stepped(data.samples, len(data.batches))
+        state.screen.stepped(data.samples, len(data.batches), wait_s)
         progress.step = number
         progress.consumed = data.consumed
         self.readout.push((number, data), figures)

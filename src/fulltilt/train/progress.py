@@ -245,19 +245,17 @@ class Screen:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
-    def loaded(self, wait_s: float, batches: int = 1) -> None:
-        """The loop waited this long for the ``batches`` of a step."""
-        self.waits_s.append(wait_s / max(batches, 1))
-
-    def stepped(self, samples: int, batches: int = 1) -> None:
-        """A step of so many batches has been queued. The first one, and the first of another size, is told."""
+    def stepped(self, samples: int, batches: int = 1, wait_s: float = 0.0) -> None:
+        """A step of so many batches, waited for so long, has been queued. The first one of another size is told."""
+        batches = max(batches, 1)
         self._queued += 1
-        self._batches += max(batches, 1)
+        self._batches += batches
+        self.waits_s.append(wait_s / batches)
         # The last step of several may be what is left of the data: after a resume just there, the next one tells.
         rest = self._steps is not None and 1 < self._steps == self._queued
         if self._asked is not None and self._asked != self._batch_told and not rest:
             self._batch_told = self._asked
-            self.say(f"Batch size: {-(-samples // max(batches, 1))} (expected: {self._asked})")
+            self.say(f"Batch size: {-(-samples // batches)} (expected: {self._asked})")
             self._say_memory()
 
     def step(self, figures: StepFigures, samples: int) -> None:
@@ -316,18 +314,13 @@ class Screen:
 
     # ----------------------------------------------------------------------- how it looks
 
-    def _rates(self) -> tuple[float, float]:
-        """Steps and samples a second, of late."""
+    def _bar(self, figures: StepFigures) -> list[str]:
         (began_s, steps, samples), (now_s, done, all_samples) = self._recent[0], self._recent[-1]
         passed_s = max(now_s - began_s, 1e-9)
-        return (done - steps) / passed_s, (all_samples - samples) / passed_s
-
-    def _bar(self, figures: StepFigures) -> list[str]:
-        steps_per_s, samples_per_s = self._rates()
-        where = f"Epoch {self._epoch + 1}/{self._epochs} {bar_text(self._done, self._steps)}"
-        parts = [where, f"{rate_text(samples_per_s)} samples/s"]
+        where = f"Epoch {self._epoch + 1}/{self._epochs} {bar_text(done, self._steps)}"
+        parts = [where, f"{rate_text((all_samples - samples) / passed_s)} samples/s"]
         if self._last:
-            parts.append(f"ETA {words.seconds(round((self._last - self._done) / steps_per_s))}")
+            parts.append(f"ETA {words.seconds(round((self._last - done) * passed_s / (done - steps)))}")
         parts.append(f"loss {figures.loss:.4g}")
         line = " ".join([*parts, metrics_text(watched_metric(self._metrics, self._watched))]).rstrip()
         return [line] if self.latest is None else [line, status_line(self.latest)]
