@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
 import math
 import os
@@ -183,7 +182,7 @@ def parse(
     ``problems`` that are known already are told with the others; ``names`` has what the user calls a key, if not so.
     """
     fields = {field.name: field for field in dataclasses.fields(record)}  # type: ignore[arg-type]
-    kinds = _hints(record)  # type: ignore[arg-type, unused-ignore]
+    kinds = get_type_hints(record)
     found, values = [*problems], {}
     for key, value in given.items():
         if key not in fields:
@@ -209,11 +208,6 @@ def checked(made: Record) -> Record:
 def _plain(value: Any) -> Any:
     """A number of numpy's or torch's as Python's own."""
     return value.item() if hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0 else value
-
-
-@functools.cache
-def _hints(record: type[Any]) -> dict[str, Any]:
-    return get_type_hints(record)
 
 
 def did_you_mean(name: object, known: Iterable[str], most: int = 1) -> str:

@@ -290,7 +290,7 @@ class GraphedModel:
         # A replay overwrites the activations of the one before, and recording beside another forward would fail.
         self._pending: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._pool: Any = None
-        self._over = self._evaluates_as_it_is = False
+        self._given_up: set[bool] = set()  # of training (True) and evaluation (False)
         self._own = vars(called).get("forward")
         called.forward = _GraphedForward(self._forward, called)
 
@@ -313,7 +313,7 @@ class GraphedModel:
 
     def give_up(self) -> bool:
         """Record nothing any more, because memory ran out. Tells whether that gives memory back."""
-        self._over = True
+        self._given_up = {True, False}
         return self.forget()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -346,7 +346,7 @@ class GraphedModel:
     def _replays(self, values: tuple[Any, ...]) -> bool:
         """Whether this call may be a replay: one forward of a training step, its backward next, or an evaluation's."""
         training = self._model.training
-        if self._over or training != torch.is_grad_enabled() or (self._evaluates_as_it_is and not training):
+        if training in self._given_up or training != torch.is_grad_enabled():
             return False
         if any(not pending.done for pending in self._pending):
             return False
@@ -389,7 +389,7 @@ class GraphedModel:
             if trained:
                 self.give_up()
             else:
-                self._evaluates_as_it_is = True
+                self._given_up.add(False)
                 self.forget()  # steps are recorded anew: theirs no longer draw the right random numbers
             return None
 

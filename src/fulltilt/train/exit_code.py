@@ -46,7 +46,7 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         code = INTERRUPTED
     except Exception as error:  # the user's own code, or a bug of ours: the log has the details
         said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-        log = _log_traceback(out) or _log_elsewhere()
+        log = _log_traceback(out, elsewhere=True)
         lines, code = [f"{said} (in {_place_of(error)}; all of it is in {log})"], 1
         refusal = refused_path(error) or checkpoint_format.refused_write(error, out) or explain_dead_worker(error)
         if refusal is not None:
@@ -79,27 +79,23 @@ def _told_by_another(error: FulltiltError, ranks: Ranks) -> bool:
     return shared and ranks.rank > 0
 
 
-def _log_traceback(out: Path) -> Path | None:
-    """Append it to ``error.log`` where ``out`` is ours."""
+def _log_traceback(out: Path, *, elsewhere: bool = False) -> Path | None:
+    """Append it to ``error.log`` where ``out`` is ours; if not and ``elsewhere``, into a new temporary folder.
+
+    It is masked: lines of the user's code stand in it, which may hold a key.
+    """
+    text = "".join(mask_text(line) for line in traceback.format_exc().splitlines(keepends=True))
     path = out / "error.log"
     with contextlib.suppress(OSError, FulltiltError):
         with opened_log(path) as file:
-            file.write(_masked_traceback())
+            file.write(text)
         return path
-    return None
-
-
-def _log_elsewhere() -> Path | None:
     with contextlib.suppress(OSError):
-        path = Path(tempfile.mkdtemp(prefix="fulltilt-")) / "error.log"
-        path.write_text(_masked_traceback(), encoding="utf-8")
-        return path
+        if elsewhere:
+            path = Path(tempfile.mkdtemp(prefix="fulltilt-")) / "error.log"
+            path.write_text(text, encoding="utf-8")
+            return path
     return None
-
-
-def _masked_traceback() -> str:
-    """Lines of the user's code stand in it, which may hold a key."""
-    return "".join(mask_text(line) for line in traceback.format_exc().splitlines(keepends=True))
 
 
 def _place_of(error: BaseException) -> str:
