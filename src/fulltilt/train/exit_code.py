@@ -19,7 +19,7 @@ from fulltilt.records.secrets import mask_text
 from fulltilt.train import checkpoint_format
 from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.distributed import Ranks, detect, lost_contact
-from fulltilt.train.guards import RankDoesNotFit, explain_dead_worker
+from fulltilt.train.guards import RankDoesNotFit
 from fulltilt.train.stop import INTERRUPTED, opened_log
 
 # A rank that lost another waits so long: the launcher should see first how that one ended, and ends us then.
@@ -48,7 +48,7 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         log = _log_traceback(out, elsewhere=True)
         lines, code = [f"{said} (in {_place_of(error)}; all of it is in {log})"], 1
-        refusal = refused_path(error) or checkpoint_format.refused_write(error, out) or explain_dead_worker(error)
+        refusal = refused_path(error) or checkpoint_format.refused_write(error, out)
         if refusal is not None:
             lines, code = [refusal.what, refusal.remedy or ""], refusal.exit_code
         if ranks.world > 1 and lost_contact(error):
