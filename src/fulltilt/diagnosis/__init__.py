@@ -10,7 +10,7 @@ from fulltilt.diagnosis.findings import ordered
 from fulltilt.diagnosis.ledger import mean_gpu_step, mean_step, summarise_job
 from fulltilt.diagnosis.low_gpu import low_gpu_warning
 from fulltilt.diagnosis.rules import judge
-from fulltilt.diagnosis.verdict import invalid_because, reach_verdict
+from fulltilt.diagnosis.verdict import reach_verdict
 from fulltilt.records import Abstention, Diagnosis, Finding, Run
 
 __all__ = ["answer", "diagnose", "low_gpu_warning"]
@@ -45,6 +45,6 @@ def answer(run: Run) -> Diagnosis:
         step=mean_step(run),
         gpu_step=mean_gpu_step(run),
         utilisation=measure_utilisation(evidence),
-        invalid_because=invalid_because(evidence),
+        invalid_because=evidence.invalid_because,
         job=summarise_job(run, evidence.ledger),
     )

@@ -9,6 +9,7 @@ from fulltilt.diagnosis.gpu_summary import HostSummary, dense_peak, summarise_gp
 from fulltilt.diagnosis.loaders import Limit, Supply, find_limit, loader_ceiling, measure_supply, one_loader_a_line
 from fulltilt.diagnosis.rank_steps import RankSteps, align
 from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.figures import percent
 from fulltilt.records import (
     Buckets,
     Ceilings,
@@ -86,6 +87,19 @@ class Evidence:
     def too_short(self) -> bool:
         """Whether so little was seen that a share of it means nothing: one step is warming up for a good part."""
         return self.throughput.steps < 2 or self.active_s <= LIMITS.longest_too_short_s
+
+    @property
+    def invalid_because(self) -> str | None:
+        """Why the timings are not the job's own, in one sentence; None when nothing speaks against them."""
+        for gpu in self.gpus:
+            share = gpu.throttled_share
+            if share is not None and share >= LIMITS.throttled_share:
+                reasons = ", ".join(gpu.throttle_reasons).replace("_", " ") or "reasons unknown"
+                return f"GPU {gpu.index} was slowed down in {percent(share)} of the readings ({reasons})"
+            if others := gpu.foreign_processes:
+                more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+                return f"GPU {gpu.index} was shared with {others[0].name or 'a process'} (pid {others[0].pid}){more}"
+        return None
 
     @property
     def launch_s(self) -> float | None:

@@ -260,8 +260,11 @@ def gpu_step_words(run: Run) -> str | None:
     return f"in a step the GPU runs kernels for {seconds(step.kernel_s)}{told}"
 
 
-# A job that was killed this long after its last step hung, and so many times as long as a step takes.
-HUNG_S, HUNG_STEPS = 10.0, 20
+def hung_after_s(run: Run) -> float:
+    """How long after its last step a job counts as hung."""
+    trained = [span for spans in run.spans for span in spans if span.steps]
+    usual_s = sum(span.t1_s - span.t0_s for span in trained) / max(sum(span.steps for span in trained), 1)
+    return max(LIMITS.hung_s, LIMITS.hung_steps * usual_s)
 
 
 def hung_stretch(run: Run) -> Span | None:
@@ -274,9 +277,7 @@ def hung_stretch(run: Run) -> Span | None:
     last = max(stretches, key=lambda span: span.t1_s - span.t0_s, default=None)
     if last is None or run.run.state not in ("killed", "interrupted"):
         return None
-    trained = [span for spans in run.spans for span in spans if span.steps]
-    usual_s = sum(span.t1_s - span.t0_s for span in trained) / max(sum(span.steps for span in trained), 1)
-    return last if last.t1_s - last.t0_s >= max(HUNG_S, HUNG_STEPS * usual_s) else None
+    return last if last.t1_s - last.t0_s >= hung_after_s(run) else None
 
 
 # --------------------------------------------------------------------------- early against late

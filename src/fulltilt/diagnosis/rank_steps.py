@@ -13,6 +13,7 @@ from functools import cached_property
 from math import comb
 from statistics import median
 
+from fulltilt.diagnosis.ledger import hung_after_s
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.records import RankRecord, Run, Span
 
@@ -159,11 +160,6 @@ def _by_chance(times: int, events: int, probability: float) -> float:
 
 # --------------------------------------------------------------------------- a job that stands still
 
-# Since its last step the job has taken so long, and so many times as long as a step.
-STILL_S, STILL_STEPS = 10.0, 20
-# A process writes its record each second. One that has not for so long is stopped, or its machine is gone.
-SILENT_S = 5.0
-
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
@@ -179,16 +175,15 @@ class Standstill:
 
 def standstill(run: Run) -> Standstill | None:
     """Where the ranks of a job stand that makes no steps, as far as they wrote it down; None while it goes on."""
-    last_steps = [span for spans in run.spans for span in spans if span.steps]
+    ends_s = [span.t1_s for spans in run.spans for span in spans if span.steps]
     alive = [rank for rank in run.ranks if not rank.finished]
-    if len(run.ranks) < 2 or not last_steps or not alive or run.run.state == "done":
+    if len(run.ranks) < 2 or not ends_s or not alive or run.run.state == "done":
         return None
     now_s = max(rank.t1_s for rank in alive)
-    for_s = now_s - max(span.t1_s for span in last_steps)
-    usual_s = sum(span.t1_s - span.t0_s for span in last_steps) / sum(span.steps for span in last_steps)
-    if for_s < max(STILL_S, STILL_STEPS * usual_s):
+    for_s = now_s - max(ends_s)
+    if for_s < hung_after_s(run):
         return None
-    silent_s = SILENT_S * max(len(run.ranks) / 64, 1)  # very many ranks write less often
+    silent_s = LIMITS.silent_s * max(len(run.ranks) / 64, 1)  # very many ranks write less often
     silent = [rank for rank in alive if now_s - rank.t1_s > silent_s]
     # Who has a record and is in no collective keeps the others waiting; if all are, or none, the steps made may tell.
     missing = silent or [rank for rank in alive if not _waits_for_ranks(rank)]

@@ -16,6 +16,11 @@ class Thresholds:
     # -- from which length on a run is judged
     longest_too_short_s: float = 1.0  # of training: a hundred looks at the stack, each good for one per cent
 
+    # -- from when on a job hangs: so long after its last step, and so many times as long as a step takes
+    hung_s: float = 10.0  # a save or a pass that begins takes less in most jobs
+    hung_steps: float = 20.0  # where a step alone takes seconds
+    silent_s: float = 5.0  # a process writes its record each second: it is stopped, or its machine is gone
+
     slowing_least_s: float = 8.0  # of training, before early and late are compared: caches and clocks have settled
     slowing_growth: float = 0.25  # of a step; neighbours and caches move steps by a tenth, and not steadily
 

@@ -14,19 +14,6 @@ from fulltilt.figures import capital, count, number, percent, seconds, times
 from fulltilt.records import BUCKETS, Finding, RankRecord, Run, RunRecord, Verdict
 
 
-def invalid_because(evidence: Evidence) -> str | None:
-    """Why the run is not a valid measurement, in one sentence; None when nothing speaks against it."""
-    for gpu in evidence.gpus:
-        share = gpu.throttled_share
-        if share is not None and share >= LIMITS.throttled_share:
-            reasons = ", ".join(gpu.throttle_reasons).replace("_", " ") or "reasons unknown"
-            return f"GPU {gpu.index} was slowed down in {percent(share)} of the readings ({reasons})"
-        if others := gpu.foreign_processes:
-            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-            return f"GPU {gpu.index} was shared with {others[0].name or 'a process'} (pid {others[0].pid}){more}"
-    return None
-
-
 def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
     """The verdict: the first finding's code and share, and the sentence that people read."""
     if evidence.throughput.steps == 0:

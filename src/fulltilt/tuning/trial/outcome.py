@@ -11,7 +11,6 @@ from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence, gather
 from fulltilt.diagnosis.libraries import beside_training, loader_call
-from fulltilt.diagnosis.verdict import invalid_because
 from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
 from fulltilt.tuning.space import Attempt, is_loader_only
 from fulltilt.tuning.trial.run_trial import Ended
@@ -144,7 +143,7 @@ def _state(
     if start is not None and (worse := worse_by(start.losses, answer.losses)) is not None:
         return "diverged", worse
     # The GPU's figures are not its own while it is slowed down.
-    throttled = None if run is None else invalid_because(gather(run))
+    throttled = None if run is None else gather(run).invalid_because
     if throttled is not None:
         return "throttled", throttled
     return "ok", "; ".join((*([not_finite] if not_finite else ()), *answer.remarks)) or None
