@@ -6,12 +6,13 @@ import pytest
 from fulltilt.diagnosis.evidence import gather
 from fulltilt.diagnosis.ledger import (
     close_buckets,
-    compare_ranks,
+    close_ranks,
     make_ledger,
     mean_gpu_step,
     mean_step,
     measure_throughput,
 )
+from fulltilt.diagnosis.rank_steps import compare_ranks
 from fulltilt.records import Buckets, GpuStep, KernelRecord, Phases, Span
 from tests.diagnosis.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of, workers
 
@@ -137,7 +138,8 @@ def test_the_slowest_rank_is_the_one_with_most_work_of_its_own() -> None:
         spans_of(compute=60.0, host_code=35.0, communication=5.0),
         spans_of(compute=70.0, communication=20.0, unattributed=10.0),
     )
-    ranks = compare_ranks(run_of(*(rank(n) for n in range(3)), spans=spans))
+    run = run_of(*(rank(n) for n in range(3)), spans=spans)
+    ranks = compare_ranks(run, close_ranks(run))
     assert [r.slowest for r in ranks] == [False, True, False]
     assert [r.own_work_s for r in ranks] == pytest.approx([60.0, 95.0, 70.0])
     # The third rank exchanged for 20 s only, so it cannot have waited for 25.

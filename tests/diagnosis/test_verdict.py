@@ -5,7 +5,7 @@ import pytest
 
 from fulltilt.diagnosis import answer, diagnose
 from fulltilt.diagnosis.findings import expected, ordered
-from fulltilt.diagnosis.rules import RULES, code_of
+from fulltilt.diagnosis.rules import RULES
 from fulltilt.diagnosis.verdict import WORDS
 from fulltilt.records import Buckets, Finding, FindingCode, HotLine, LoaderRecord, Settings, Span
 from tests.diagnosis.examples import gpu, gpu_rank, host, loader, rank, run_of, sampled, spans_of, workers
@@ -19,7 +19,7 @@ def finding(code: FindingCode, gain: tuple[float, float] | None, severity: Any =
 
 
 def test_there_is_one_rule_for_each_code_named_like_it() -> None:
-    assert tuple(code_of(rule) for rule in RULES) == typing.get_args(FindingCode)
+    assert tuple(rule.code for rule in RULES) == typing.get_args(FindingCode)
 
 
 # --------------------------------------------------------------------------- order

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from fulltilt.diagnosis import ledger as ledgers
 from fulltilt.diagnosis.gpu_summary import HostSummary, dense_peak, summarise_gpus, summarise_host
 from fulltilt.diagnosis.loaders import Limit, Supply, find_limit, loader_ceiling, measure_supply, one_loader_a_line
-from fulltilt.diagnosis.rank_steps import RankSteps, align
+from fulltilt.diagnosis.rank_steps import RankSteps, align, compare_ranks
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import percent
 from fulltilt.records import (
     Buckets,
     Ceilings,
-    CpuCapacity,
     GpuSummary,
     HotLine,
     Ledger,
@@ -131,7 +130,7 @@ class Evidence:
         """How the pace-setting rank slowed down; None where it did not."""
         pairs = zip(self.run.ranks, self.run.spans, strict=True)
         spans = next((own for rank, own in pairs if rank is self.rank), ())
-        return ledgers.find_slowdown(spans, LIMITS.slowing_least_s, LIMITS.slowing_growth)
+        return ledgers.find_slowdown(spans)
 
     @property
     def collectives_unmeasured(self) -> bool:
@@ -173,13 +172,14 @@ def gather(run: Run) -> Evidence:
     run = replace(run, ranks=tuple(one_loader_a_line(rank) for rank in run.ranks))
     each = ledgers.close_ranks(run)
     ledger = ledgers.make_ledger(run, each)
-    throughput = ledgers.measure_throughput(run)
     rank_steps = align(run)
-    ranks = _with_speeds(ledgers.compare_ranks(run, each), rank_steps)
+    ranks = compare_ranks(run, each, rank_steps)
     rank, own = _pace_setter(run, ranks)
     loader, workers, live, supply = _input_of(rank, own)
-    usable_cpus = _machine_of(run, rank).cpu.usable / _ranks_beside(run, rank)
-    allowed_cpus = _allowed_cpus(_machine_of(run, rank).cpu) / _ranks_beside(run, rank)
+    cpu = _machine_of(run, rank).cpu
+    beside = max(sum(other.hostname == rank.hostname for other in run.ranks), 1)  # ranks that share the machine
+    bound = max(cpu.affinity, cpu.allotted or 0)
+    usable_cpus, allowed_cpus = cpu.usable / beside, min(bound, cpu.quota or bound) / beside
     host = summarise_host(run)
     wait_share = _ratio(ledger.buckets.data_wait_s, ledger.wall_s - ledger.buckets.startup_s)
     rate = ledgers.rate_while_drawing(run)
@@ -187,8 +187,8 @@ def gather(run: Run) -> Evidence:
     return Evidence(
         run=run,
         ledger=ledger,
-        throughput=throughput,
-        ceilings=Ceilings(compute_ceiling(run), _loader_ceilings(run, wait_share, usable_cpus, delivered)),
+        throughput=ledgers.measure_throughput(run),
+        ceilings=Ceilings(_compute_ceiling(run), _loader_ceilings(run, wait_share, usable_cpus, delivered)),
         gpus=summarise_gpus(run),
         host=host,
         ranks=ranks,
@@ -210,23 +210,6 @@ def gather(run: Run) -> Evidence:
         delivered_samples_per_s=delivered,
         usable_cpus=usable_cpus,
         allowed_cpus=allowed_cpus,
-    )
-
-
-def _with_speeds(ranks: tuple[RankSummary, ...], steps: RankSteps | None) -> tuple[RankSummary, ...]:
-    """The ranks with their speed beside the fastest one and beside their own past."""
-    if steps is None:
-        return ranks
-    usual_s = [steps.usual_s(place) for place in range(len(ranks))]
-    fastest_s = min(usual_s)
-    return tuple(
-        replace(
-            rank,
-            relative_speed=fastest_s / usual_s[place] if usual_s[place] > 0 else None,
-            own_past_speed=steps.past_speed(place),
-            last_share=steps.last_share(place),
-        )
-        for place, rank in enumerate(ranks)
     )
 
 
@@ -274,12 +257,7 @@ def confined(loader: LoaderRecord | None, workers: WorkerRecord | None, allowed_
     return workers.cpus < min(int(allowed_cpus), loader.num_workers + 1)
 
 
-def _allowed_cpus(cpu: CpuCapacity) -> float:
-    bound = max(cpu.affinity, cpu.allotted or 0)
-    return float(bound) if cpu.quota is None else min(float(bound), cpu.quota)
-
-
-def compute_ceiling(run: Run) -> float | None:
+def _compute_ceiling(run: Run) -> float | None:
     """Samples a second if compute never had to wait; ranks add up. None when a training rank was not measured."""
     rates = []
     for rank, spans in _training_ranks(run):
@@ -321,11 +299,6 @@ def _pace_setter(run: Run, ranks: tuple[RankSummary, ...]) -> tuple[RankRecord, 
 def _machine_of(run: Run, rank: RankRecord) -> Machine:
     machines = (task.machine for task in run.tasks)
     return next((machine for machine in machines if machine.hostname == rank.hostname), run.run.machine)
-
-
-def _ranks_beside(run: Run, rank: RankRecord) -> int:
-    """How many ranks share the machine of ``rank``, itself included."""
-    return max(sum(1 for other in run.ranks if other.hostname == rank.hostname), 1)
 
 
 def _ratio(part: float, whole: float) -> float:

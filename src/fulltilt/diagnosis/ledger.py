@@ -24,7 +24,6 @@ from fulltilt.records import (
     Ledger,
     Phases,
     RankRecord,
-    RankSummary,
     Run,
     Span,
     Throughput,
@@ -76,11 +75,9 @@ def close_buckets(spans: Spans, wall_s: float, finished: bool = False) -> Bucket
 def _fitted(buckets: Buckets, length_s: float) -> Buckets:
     """``buckets`` made to add up to ``length_s``: what is missing is unattributed, an excess is scaled away."""
     missing_s = length_s - buckets.total_s
-    if missing_s == 0:
-        return buckets
-    if missing_s > 0:
-        return buckets.plus(Buckets(unattributed_s=missing_s))
-    return _scaled(buckets, length_s / buckets.total_s)
+    if missing_s < 0:
+        return _scaled(buckets, length_s / buckets.total_s)
+    return buckets.plus(Buckets(unattributed_s=missing_s)) if missing_s else buckets
 
 
 def sum_buckets(parts: Iterable[Buckets]) -> Buckets:
@@ -104,12 +101,11 @@ def close_ranks(run: Run) -> list[Buckets]:
 def launching_apart(rank: RankRecord, spans: Spans) -> Spans:
     """The spans with the gaps between short kernels as host code: events, which stand further apart, count them in."""
     gap_s = launch_gap_s(rank)
-    return tuple(_without_gaps(span, gap_s) for span in spans) if gap_s else spans
-
-
-def _without_gaps(span: Span, gap_s: float) -> Span:
-    moved_s = min(gap_s * span.steps, span.buckets.compute_s)
-    return replace(span, buckets=span.buckets.plus(Buckets(compute_s=-moved_s, host_code_s=moved_s)))
+    if not gap_s:
+        return spans
+    moves_s = (min(gap_s * span.steps, span.buckets.compute_s) for span in spans)
+    moved = (Buckets(compute_s=-move_s, host_code_s=move_s) for move_s in moves_s)
+    return tuple(replace(span, buckets=span.buckets.plus(move)) for span, move in zip(spans, moved, strict=True))
 
 
 def launch_gap_s(rank: RankRecord) -> float:
@@ -302,13 +298,15 @@ class Slowdown:
     lost_s: float
 
 
-def find_slowdown(spans: Spans, least_s: float, least_growth: float) -> Slowdown | None:
-    """How a rank slowed down; None where it did not, steadily and by ``least_growth``, or ran for under ``least_s``."""
+def find_slowdown(spans: Spans) -> Slowdown | None:
+    """How a rank slowed down, steadily and by enough; None where it did not, or ran too briefly to tell."""
+    least_growth = LIMITS.slowing_growth
     stepping = [span for span in after_first_step(spans) if span.steps > 0]
     counted = all(span.samples for span in stepping)
     sizes = [float(span.samples or 0) if counted else float(span.steps) for span in stepping]
     total = sum(sizes)
-    if sum(_step_seconds(span.buckets) for span in stepping) < least_s or len(stepping) < 5 * _WINDOWS:
+    trained_s = sum(getattr(span.buckets, name) for span in stepping for name in _OF_A_STEP)
+    if trained_s < LIMITS.slowing_least_s or len(stepping) < 5 * _WINDOWS:
         return None
     windows: list[list[tuple[Span, float]]] = [[] for _ in range(_WINDOWS)]
     passed = 0.0
@@ -335,38 +333,9 @@ def find_slowdown(spans: Spans, least_s: float, least_growth: float) -> Slowdown
     return Slowdown(early_s, late_s, _OF_A_STEP[place], grown_s, lost_s)
 
 
-def _step_seconds(buckets: Buckets) -> float:
-    return float(sum(getattr(buckets, name) for name in _OF_A_STEP))
-
-
 def _per_size(window: list[tuple[Span, float]], bucket: str) -> float:
     spent_s = float(sum(getattr(span.buckets, bucket) for span, _ in window))
     return spent_s / sum(size for _, size in window)
-
-
-# --------------------------------------------------------------------------- ranks beside each other
-
-
-def compare_ranks(run: Run, each: list[Buckets] | None = None) -> tuple[RankSummary, ...]:
-    """Each rank's own work, which of them is the slowest, and how long the others wait for it."""
-    wall_s = wall_seconds(run)
-    ledgers = each or close_ranks(run)
-    own_s = [max(wall_s - b.startup_s - b.unattributed_s - b.communication_s, 0.0) for b in ledgers]
-    longest_s = max(own_s, default=0.0)
-    return tuple(
-        RankSummary(
-            rank=run.ranks[i].rank,
-            buckets=buckets,
-            steps=sum(span.steps for span in run.spans[i]),
-            own_work_s=own_s[i],
-            # A rank can only have waited while it was exchanging gradients.
-            waits_s=min(longest_s - own_s[i], buckets.communication_s),
-            slowest=i == own_s.index(longest_s),
-            hostname=run.ranks[i].hostname,
-            finished=run.ranks[i].finished,
-        )
-        for i, buckets in enumerate(ledgers)
-    )
 
 
 # --------------------------------------------------------------------------- a job's attempts, and its goodput

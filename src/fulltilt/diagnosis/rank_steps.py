@@ -13,9 +13,9 @@ from functools import cached_property
 from math import comb
 from statistics import median
 
-from fulltilt.diagnosis.ledger import hung_after_s
+from fulltilt.diagnosis.ledger import hung_after_s, wall_seconds
 from fulltilt.diagnosis.thresholds import LIMITS
-from fulltilt.records import RankRecord, Run, Span
+from fulltilt.records import Buckets, RankRecord, RankSummary, Run, Span
 
 MOST_WINDOWS = 400
 # The first steps warm up, on each rank for another time.
@@ -149,10 +149,33 @@ def align(run: Run) -> RankSteps | None:
     return RankSteps(tuple(windows), tuple(rank.hostname for rank in run.ranks), step_s)
 
 
+def compare_ranks(run: Run, each: list[Buckets], steps: RankSteps | None = None) -> tuple[RankSummary, ...]:
+    """Each rank's own work by its ledger, which of them is the slowest, how long the others wait, and their speeds."""
+    wall_s = wall_seconds(run)
+    own_s = [max(wall_s - b.startup_s - b.unattributed_s - b.communication_s, 0.0) for b in each]
+    usual_s = [steps.usual_s(place) for place in range(len(each))] if steps is not None else []
+    longest_s = max(own_s, default=0.0)
+    return tuple(
+        RankSummary(
+            rank=run.ranks[i].rank,
+            buckets=buckets,
+            steps=sum(span.steps for span in run.spans[i]),
+            own_work_s=own_s[i],
+            # A rank can only have waited while it was exchanging gradients.
+            waits_s=min(longest_s - own_s[i], buckets.communication_s),
+            slowest=i == own_s.index(longest_s),
+            hostname=run.ranks[i].hostname,
+            finished=run.ranks[i].finished,
+            relative_speed=min(usual_s) / usual_s[i] if usual_s and usual_s[i] > 0 else None,
+            own_past_speed=steps.past_speed(i) if steps is not None else None,
+            last_share=steps.last_share(i) if steps is not None else None,
+        )
+        for i, buckets in enumerate(each)
+    )
+
+
 def _by_chance(times: int, events: int, probability: float) -> float:
     """How likely it is that one of equal ranks comes last so often."""
-    if probability >= 1:
-        return 1.0
     if events > 200:  # a part of them, in proportion: large powers lose their digits
         times, events = round(times * 200 / events), 200
     return sum(comb(events, k) * probability**k * (1 - probability) ** (events - k) for k in range(times, events + 1))

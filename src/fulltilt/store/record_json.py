@@ -8,7 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
 
@@ -54,16 +54,8 @@ def decode(record: type[Record], plain: Any) -> Record:
     """
     try:
         return typing.cast(Record, _decoder(typing.cast(Any, record))(plain))
-    except _OddValueError as odd:
-        raise ValueError(f"{record.__name__}{odd.path} {odd.what}") from None
-
-
-class _OddValueError(ValueError):
-    """What is wrong, and where: each level on the way out puts its part in front of the path."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.path, self.what = "", what
+    except ValueError as odd:
+        raise ValueError(f"{record.__name__}{odd}") from None
 
 
 Decoder = Callable[[Any], Any]
@@ -75,7 +67,10 @@ def _no_measure(plain: Any) -> bool:
 
 @functools.cache
 def _decoder(expected: Any) -> Decoder:
-    """How a value of this type is made of plain ones. Put together once: a job of many ranks has millions of lines."""
+    """How a value of this type is made of plain ones. Put together once: a job of many ranks has millions of lines.
+
+    What is wrong is told by a ValueError, in front of which each level on the way out puts its part of the path.
+    """
     if dataclasses.is_dataclass(expected) and isinstance(expected, type):
         return _record_decoder(expected)
     origin = get_origin(expected)
@@ -86,8 +81,6 @@ def _decoder(expected: Any) -> Decoder:
     if isinstance(expected, type) and issubclass(expected, tuple):  # a NamedTuple
         items = _tuple_decoder(tuple(get_type_hints(expected).values()))
         return lambda plain: expected(*items(plain))
-    if origin is Literal:
-        return _literal_decoder(get_args(expected))
     return _plain_decoder(expected)
 
 
@@ -101,46 +94,44 @@ def _record_decoder(record: type[Any]) -> Decoder:
 
     def decode_record(plain: Any) -> Any:
         if not isinstance(plain, dict):
-            raise _OddValueError(f"should be an object, not {type(plain).__name__}")
+            raise ValueError(f" should be an object, not {type(plain).__name__}")
         values = {}
         for name, kind, may_be_left_out, required in fields:
             if name in plain:
                 item = plain[name]
-                if may_be_left_out and _no_measure(item):
-                    continue
                 if kind is float and type(item) is float and -_LARGEST < item < _LARGEST:
                     values[name] = item
-                    continue
-                try:
-                    values[name] = _decoder(kind)(item)
-                except _OddValueError as odd:
-                    odd.path = f".{name}{odd.path}"
-                    raise
+                elif not (may_be_left_out and _no_measure(item)):
+                    values[name] = _decode_part(kind, item, name)
             elif required:
-                missing = _OddValueError("is missing")
-                missing.path = f".{name}"
-                raise missing
+                raise ValueError(f".{name} is missing")
         return record(**values)
 
     return decode_record
 
 
+def _decode_part(kind: Any, plain: Any, place: str | int) -> Any:
+    try:
+        return _decoder(kind)(plain)
+    except ValueError as odd:
+        raise ValueError(f".{place}{odd}" if isinstance(place, str) else f"[{place}]{odd}") from None
+
+
 def _union_decoder(options: tuple[Any, ...]) -> Decoder:
-    with_none = types.NoneType in options
     others = [option for option in options if option is not types.NoneType]
 
     def decode_union(plain: Any) -> Any:
         if plain is None or _no_measure(plain):
-            if with_none:
+            if len(others) < len(options):
                 return None
-            raise _OddValueError(f"should not be {plain}")
-        problem = None
+            raise ValueError(f" should not be {plain}")
+        problem = ValueError()
         for option in others:
             try:
                 return _decoder(option)(plain)
-            except _OddValueError as odd:
+            except ValueError as odd:
                 problem = odd
-        raise problem or _OddValueError(f"has the unexpected value {plain!r}")
+        raise problem
 
     return decode_union
 
@@ -150,38 +141,29 @@ def _tuple_decoder(items: tuple[Any, ...]) -> Decoder:
 
     def decode_tuple(plain: Any) -> tuple[Any, ...]:
         if not isinstance(plain, list):
-            raise _OddValueError(f"should be a list, not {type(plain).__name__}")
+            raise ValueError(f" should be a list, not {type(plain).__name__}")
         if not of_any_length and len(items) != len(plain):
-            raise _OddValueError(f"should have {len(items)} items, not {len(plain)}")
-        values = []
-        for place, item in enumerate(plain):
-            try:
-                values.append(_decoder(items[0] if of_any_length else items[place])(item))
-            except _OddValueError as odd:
-                odd.path = f"[{place}]{odd.path}"
-                raise
-        return tuple(values)
+            raise ValueError(f" should have {len(items)} items, not {len(plain)}")
+        kinds = items[:1] * len(plain) if of_any_length else items
+        return tuple(_decode_part(kinds[place], item, place) for place, item in enumerate(plain))
 
     return decode_tuple
 
 
-def _literal_decoder(allowed: tuple[Any, ...]) -> Decoder:
-    def decode_literal(plain: Any) -> Any:
-        if plain not in allowed:
-            raise _OddValueError(f"has the unknown value {plain!r}")
-        return plain
-
-    return decode_literal
-
-
 def _plain_decoder(expected: Any) -> Decoder:
+    allowed = get_args(expected)  # of a Literal
+
     def decode_plain(plain: Any) -> Any:
+        if allowed:
+            if plain in allowed:
+                return plain
+            raise ValueError(f" has the unknown value {plain!r}")
         if _no_measure(plain):
-            raise _OddValueError("is not finite")
+            raise ValueError(" is not finite")
         if expected is float and isinstance(plain, int) and not isinstance(plain, bool):
             return float(plain)
         if isinstance(plain, expected) and not (expected is int and isinstance(plain, bool)):
             return plain
-        raise _OddValueError(f"should be {expected.__name__}, not {plain!r}")
+        raise ValueError(f" should be {expected.__name__}, not {plain!r}")
 
     return decode_plain

@@ -7,6 +7,7 @@ and found nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 from fulltilt.diagnosis.evidence import Evidence
@@ -15,62 +16,55 @@ from fulltilt.diagnosis.rules import data_loading, gpu, machine, ranks, training
 from fulltilt.diagnosis.rules.live_tuning import as_measured
 from fulltilt.records import Abstention, FindingCode
 
-Rule = Callable[[Evidence], Judgement]
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``on_gpu``: it judges what only a GPU has. ``of_machine``: it judges a job that has not trained, too."""
+
+    judge: Callable[[Evidence], Judgement]
+    on_gpu: bool = False
+    of_machine: bool = False
+
+    @property
+    def code(self) -> FindingCode:
+        """The finding code of the rule."""
+        return cast(FindingCode, self.judge.__name__)
+
 
 # Data loading first, then copies, GPU, training loop, machine and ranks. The order also breaks ties between findings.
 RULES: tuple[Rule, ...] = (
-    data_loading.input_serial,
-    data_loading.input_cpu_bound,
-    data_loading.slow_storage,
-    data_loading.input_io_bound,
-    data_loading.input_handover,
-    data_loading.epoch_restart,
-    data_loading.dataset_pickled,
-    gpu.transfer_blocking,
-    gpu.sync_point,
-    gpu.launch_bound,
-    gpu.batch_too_small,
-    gpu.precision_unused,
-    gpu.free_switches,
-    gpu.padding_waste,
-    training_loop.slowing_down,
-    training_loop.host_code,
-    training_loop.recompiling,
-    training_loop.gc_pauses,
-    training_loop.validation_heavy,
-    training_loop.checkpoint_stall,
-    machine.memory_pressure,
-    machine.worker_memory_growth,
-    machine.cpu_affinity,
-    machine.launch_contended,
-    machine.cpu_oversubscribed,
-    data_loading.shm_small,
-    gpu.throttled,
-    gpu.gpu_shared,
-    ranks.straggler,
-    ranks.communication_bound,
-    ranks.find_unused_parameters,
-    gpu.compute_bound,
-)
-
-# These judge what only a GPU has.
-_ON_GPU: tuple[Rule, ...] = (
-    gpu.transfer_blocking,
-    gpu.sync_point,
-    gpu.launch_bound,
-    gpu.batch_too_small,
-    gpu.precision_unused,
-    gpu.free_switches,
-    machine.launch_contended,
-    gpu.throttled,
-    gpu.gpu_shared,
-)
-# These judge the machine, so they need no training: memory may be why there was none.
-_WITHOUT_TRAINING: tuple[Rule, ...] = (
-    machine.memory_pressure,
-    data_loading.shm_small,
-    gpu.throttled,
-    gpu.gpu_shared,
+    Rule(data_loading.input_serial),
+    Rule(data_loading.input_cpu_bound),
+    Rule(data_loading.slow_storage),
+    Rule(data_loading.input_io_bound),
+    Rule(data_loading.input_handover),
+    Rule(data_loading.epoch_restart),
+    Rule(data_loading.dataset_pickled),
+    Rule(gpu.transfer_blocking, on_gpu=True),
+    Rule(gpu.sync_point, on_gpu=True),
+    Rule(gpu.launch_bound, on_gpu=True),
+    Rule(gpu.batch_too_small, on_gpu=True),
+    Rule(gpu.precision_unused, on_gpu=True),
+    Rule(gpu.free_switches, on_gpu=True),
+    Rule(gpu.padding_waste),
+    Rule(training_loop.slowing_down),
+    Rule(training_loop.host_code),
+    Rule(training_loop.recompiling),
+    Rule(training_loop.gc_pauses),
+    Rule(training_loop.validation_heavy),
+    Rule(training_loop.checkpoint_stall),
+    Rule(machine.memory_pressure, of_machine=True),
+    Rule(machine.worker_memory_growth),
+    Rule(machine.cpu_affinity),
+    Rule(machine.launch_contended, on_gpu=True),
+    Rule(machine.cpu_oversubscribed),
+    Rule(data_loading.shm_small, of_machine=True),
+    Rule(gpu.throttled, on_gpu=True, of_machine=True),
+    Rule(gpu.gpu_shared, on_gpu=True, of_machine=True),
+    Rule(ranks.straggler),
+    Rule(ranks.communication_bound),
+    Rule(ranks.find_unused_parameters),
+    Rule(gpu.compute_bound),
 )
 
 
@@ -79,13 +73,8 @@ def judge(evidence: Evidence) -> list[Judgement]:
     lacks = "a training step" if evidence.throughput.steps == 0 else "a longer run" if evidence.too_short else None
     judgements: list[Judgement] = []
     for rule in RULES:
-        if lacks is not None and rule not in _WITHOUT_TRAINING:
-            judgements.append(Abstention(code_of(rule), lacks))
-        elif evidence.on_gpu or rule not in _ON_GPU:
-            judgements.append(as_measured(evidence, rule(evidence)))
+        if lacks is not None and not rule.of_machine:
+            judgements.append(Abstention(rule.code, lacks))
+        elif evidence.on_gpu or not rule.on_gpu:
+            judgements.append(as_measured(evidence, rule.judge(evidence)))
     return judgements
-
-
-def code_of(rule: Rule) -> FindingCode:
-    """The finding code of a rule."""
-    return cast(FindingCode, rule.__name__)
