@@ -47,7 +47,7 @@ def write_task(
     store.write_json(folder / store.RUN_FILE, run)
     for rank in ranks:
         record = RankRecord(
-            rank, world, rank % 2, 9_000_000 + rank, host, "cpu", None, t0_s, wall_s, state == "done", steps, steps
+            rank, world, 9_000_000 + rank, host, "cpu", None, t0_s, wall_s, state == "done", steps, steps
         )
         store.write_json(folder / store.rank_file(rank, part), replace(record, group=group))
         writer = store.LineWriter(folder / store.steps_file(rank, part))

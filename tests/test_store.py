@@ -55,7 +55,7 @@ def a_sample(step: int) -> Sample:
 
 
 def a_rank(rank: int) -> RankRecord:
-    return RankRecord(rank, 2, rank, 100 + rank, "box", "cpu", None, 0.0, 2.0, True, 20, 20, optimizers=("Adam",))
+    return RankRecord(rank, 2, 100 + rank, "box", "cpu", None, 0.0, 2.0, True, 20, 20, optimizers=("Adam",))
 
 
 def write_run(folder: Path, ranks: int = 2, steps: int = 20) -> Run:

@@ -57,9 +57,7 @@ def loader(**changes: Any) -> LoaderRecord:
         prefetch_factor=None,
         pin_memory=False,
         persistent_workers=False,
-        drop_last=False,
         shuffle=True,
-        sampler="RandomSampler",
         collate=None,
         start_method=None,
         given=("batch_size", "shuffle"),
@@ -92,7 +90,6 @@ def rank(number: int = 0, **changes: Any) -> RankRecord:
     made = RankRecord(
         rank=number,
         world_size=1,
-        local_rank=number,
         pid=100 + number,
         hostname="node-1",
         device="cpu",
@@ -106,7 +103,6 @@ def rank(number: int = 0, **changes: Any) -> RankRecord:
         optimizer_calls=STEPS,
         loaders=(loader(),),
         torch_threads=1,
-        stack_samples=1000,
         launch_s=None,
     )
     return replace(made, **changes)
@@ -119,7 +115,7 @@ def gpu_rank(number: int = 0, **changes: Any) -> RankRecord:
         "gpu_uuid": f"GPU-{number}",
         "launch_s": 0.0,
         "alloc_retries": 0,
-        "precision": PrecisionRecord("bfloat16", "float32", False, False, False),
+        "precision": PrecisionRecord("bfloat16", "float32", False, False),
         "loaders": (loader(num_workers=4, prefetch_factor=2, pin_memory=True, persistent_workers=True),),
     }
     return rank(number, **{**common, **changes})

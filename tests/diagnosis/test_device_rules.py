@@ -19,7 +19,7 @@ from fulltilt.diagnosis.rules.gpu import (
 from fulltilt.records import Abstention, Finding, HotLine, KernelRecord, PrecisionRecord, Run, Settings, TransferRecord
 from tests.diagnosis.examples import gpu, gpu_rank, loader, rank, run_of, sampled, spans_of
 
-FP32 = PrecisionRecord(None, "float32", False, False, False)
+FP32 = PrecisionRecord(None, "float32", False, False)
 
 
 def found(judgement: object) -> Finding:
@@ -43,7 +43,7 @@ def test_a_job_on_the_cpu_is_not_judged_by_a_gpu(bucket: str) -> None:
 
 
 def copies(**changes: Any) -> TransferRecord:
-    made = TransferRecord(2000, 38_000_000_000, 20.0, pageable_share=1.0, blocking_share=1.0, where="train.py:40")
+    made = TransferRecord(2000, 38_000_000_000, pageable_share=1.0, blocking_share=1.0, where="train.py:40")
     return replace(made, **changes)
 
 
@@ -208,7 +208,7 @@ def test_older_gpus_get_float16_with_a_scaler_or_nothing() -> None:
 
 def test_autocast_half_parameters_and_starved_gpus_are_left_alone() -> None:
     assert precision_unused(gather(on_gpu())) is None
-    assert precision_unused(gather(on_gpu(precision=PrecisionRecord(None, "bfloat16", None, False, False)))) is None
+    assert precision_unused(gather(on_gpu(precision=PrecisionRecord(None, "bfloat16", None, False)))) is None
     assert precision_unused(gather(on_gpu(None, {"compute": 40.0, "data_wait": 60.0}, precision=FP32))) is None
 
 
@@ -287,7 +287,7 @@ def test_device_rules_abstain_without_steps() -> None:
 def traced(*kernels: tuple[str, float], shapes: int = 1, **switches: Any) -> Run:
     """A job whose step runs these kernels, and 10 ms of kernels in all."""
     seen = tuple(HotLine("", name, seconds) for name, seconds in kernels)
-    precision = PrecisionRecord("bfloat16", "float32", False, False, False, **switches)
+    precision = PrecisionRecord("bfloat16", "float32", False, False, **switches)
     record = KernelRecord(3, 0.010, 0.0, 100, None, seen)
     return on_gpu(kernels=record, precision=precision, loaders=(loader(num_workers=4, batch_shapes=shapes),))
 

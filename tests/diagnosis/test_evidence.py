@@ -85,5 +85,5 @@ def test_what_was_not_measured_is_not_told() -> None:
 def test_the_peak_is_that_of_the_gpu_and_its_arithmetic(
     name: str, autocast: str | None, tf32: bool, peak: float | None
 ) -> None:
-    precision = PrecisionRecord(autocast, "float32", tf32, False, False)
+    precision = PrecisionRecord(autocast, "float32", tf32, False)
     assert dense_peak(name, precision)[1] == (None if peak is None else pytest.approx(peak))

@@ -38,7 +38,7 @@ def test_the_late_rank_is_named_with_what_it_does_more() -> None:
 
 
 def test_exposed_exchange_is_communication() -> None:
-    record = CommunicationRecord(backward_s=0.05, communication_s=0.06, overlapped_s=0.02, source="ddp")
+    record = CommunicationRecord(communication_s=0.06, overlapped_s=0.02)
     run = pair({"compute": 60.0, "communication": 40.0}, {"compute": 62.0, "communication": 38.0}, communication=record)
     finding = found(communication_bound(gather(run)))
     assert finding.share == pytest.approx(38 / 100)
@@ -95,7 +95,7 @@ def test_nothing_is_called_healthy_while_the_collectives_of_sharded_parameters_a
 
 @pytest.mark.parametrize("exposed", [11.0, 20.0, 35.0, 49.0])
 def test_exposed_communication_of_sharded_ranks_comes_before_compute(exposed: float) -> None:
-    record = CommunicationRecord(None, None, None, "Work.wait")
+    record = CommunicationRecord()
     shares = {"compute": 100.0 - exposed, "communication": exposed}
     assert answer(pair(shares, shares, sharded=True, communication=record)).verdict.code == "communication_bound"
 

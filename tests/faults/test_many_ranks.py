@@ -52,7 +52,6 @@ def write_job(out: Path) -> None:
             record = RankRecord(
                 rank,
                 RANKS,
-                rank % A_NODE,
                 1,
                 f"h{node}",
                 "cuda:0",

@@ -135,7 +135,6 @@ class Tape:
             samples=samples,
             buckets=buckets,
             epoch=epoch,
-            step_max_s=buckets.total_s / steps if steps else None,
             data_wait_max_s=wait_max_s,
             phases=phases,
         )
@@ -225,9 +224,7 @@ def loader(num_workers: int, *, batches: int, batch: int, wait_s: float, wait_cp
         prefetch_factor=2 if num_workers else None,
         pin_memory=False,
         persistent_workers=False,
-        drop_last=True,
         shuffle=True,
-        sampler="RandomSampler",
         collate="default_collate",
         start_method="fork" if num_workers else None,
         given=("batch_size", "shuffle", "num_workers"),
@@ -262,7 +259,6 @@ def rank(spans: list[Span], number: int = 0, world: int = 1, **fields: object) -
     record = RankRecord(
         rank=number,
         world_size=world,
-        local_rank=number,
         pid=4711 + number,
         hostname="trainbox",
         device=f"cuda:{number}",
@@ -325,8 +321,8 @@ def starved() -> Reported:
         ),
         host_lines=(HotLine("train.py:77", "train", 1.6, "writer.add_scalar('loss', loss)"),),
         checkpoint_lines=(HotLine("train.py:91", "save", 3.3, "torch.save(state, path)"),),
-        transfer=TransferRecord(900, 17 * GIB, 4.05, 1.0, 1.0, "train.py:60"),
-        precision=PrecisionRecord("bfloat16", "float32", True, False, False),
+        transfer=TransferRecord(900, 17 * GIB, 1.0, 1.0, "train.py:60"),
+        precision=PrecisionRecord("bfloat16", "float32", True, False),
         gpu_busy_step_s=0.155,
         kernels=KernelRecord(9, 0.131, 0.002, 812, 0.9, (HotLine("", "sm90_gemm_bf16", 0.05),)),
         compile=CompileRecord(3, 8.2, 2, (HotLine("net.py:12", "forward", 3.1, "2 times: size mismatch at index 0"),)),
@@ -480,7 +476,7 @@ def healthy() -> Reported:
                 (HotLine("dataset.py:48", "PhotoFolder.__getitem__", 310.0, "image.convert('RGB')"),),
             ),
         ),
-        precision=PrecisionRecord("bfloat16", "float32", True, False, False),
+        precision=PrecisionRecord("bfloat16", "float32", True, False),
         deep=DeepRecord(
             steps=8,
             step_s=0.161,
@@ -672,7 +668,7 @@ def straggler() -> Reported:
                 4,
                 gpu_uuid=f"{GPU_UUID[:-1]}{number}",
                 loaders=(loader(4, batches=400, batch=32, wait_s=24.4 if slow else 2.4),),
-                communication=CommunicationRecord(0.05, 0.06, 0.001, "DistributedDataParallel"),
+                communication=CommunicationRecord(0.06, 0.001),
             )
         )
     ledger = ledger_of(spans[0])

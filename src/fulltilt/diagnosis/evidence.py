@@ -288,7 +288,7 @@ def _training_ranks(run: Run) -> list[tuple[RankRecord, tuple[Span, ...]]]:
 
 
 # Stands for the rank of a run in which no process was recorded.
-_NO_RANK = RankRecord(0, 1, 0, 0, "", "cpu", None, t0_s=0.0, t1_s=0.0, finished=False, steps=0, backwards=0)
+_NO_RANK = RankRecord(0, 1, 0, "", "cpu", None, t0_s=0.0, t1_s=0.0, finished=False, steps=0, backwards=0)
 
 
 def _pace_setter(run: Run, ranks: tuple[RankSummary, ...]) -> tuple[RankRecord, tuple[Span, ...]]:

@@ -309,7 +309,6 @@ def _without_startup(first: Span, kept: float, took_s: float) -> list[Span]:
         first,
         t0_s=boundary_s,
         buckets=replace(first.buckets, startup_s=0.0, **left),
-        step_max_s=first.t1_s - boundary_s,
         phases=first.phases if kept == 1.0 else None,
     )
     return [before, trained]
@@ -360,7 +359,6 @@ class SpanBuilder:
                 buckets=attributed.buckets,
                 epoch=interval.epoch,
                 skipped_steps=interval.skipped,
-                step_max_s=interval.step_max_ns * NS if interval.steps else None,
                 data_wait_max_s=interval.data_wait_max_ns * NS,
                 phases=attributed.phases if interval.steps else None,
             )

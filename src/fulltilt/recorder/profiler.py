@@ -383,7 +383,7 @@ class KernelTotals:
             return None
         per_step = 1e-6 / self._steps
         hidden_us = self._exchange_us - self._exposed_us
-        return CommunicationRecord(None, self._exchange_us * per_step, hidden_us * per_step, "kernels")
+        return CommunicationRecord(self._exchange_us * per_step, hidden_us * per_step)
 
     def record(self) -> KernelRecord | None:
         """The mean step; None while nothing was seen."""

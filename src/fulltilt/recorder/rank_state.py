@@ -70,17 +70,15 @@ class Copies:
 
     copies: float = 0.0
     bytes: float = 0.0
-    blocked_s: float = 0.0
     asked: int = 0
     pageable: int = 0
     blocking: float = 0.0
     lines: LineTimes = field(default_factory=LineTimes)
 
-    def add(self, copied_bytes: int, took_s: float, blocking: bool, stands_for: float) -> None:
+    def add(self, copied_bytes: int, blocking: bool, stands_for: float) -> None:
         """A copy, which stands for so many like it."""
         self.copies += stands_for
         self.bytes += stands_for * copied_bytes
-        self.blocked_s += stands_for * took_s
         self.blocking += stands_for * blocking
 
     def record(self, stretch: float) -> TransferRecord | None:
@@ -91,7 +89,6 @@ class Copies:
         return TransferRecord(
             copies=round(stretch * self.copies),
             bytes=round(stretch * self.bytes),
-            blocked_s=stretch * self.blocked_s,
             pageable_share=self.pageable / self.asked if self.asked else None,
             blocking_share=self.blocking / self.copies,
             where=top[0].where if top else None,
@@ -143,8 +140,6 @@ class RankState:
         self.launch_s = 0.0
         self.gpu_busy_s = 0.0
         self.gpu_steps = 0
-        self.stack_samples = 0
-        self.observer_s: float | None = None
         self.host_lines = LineTimes()
         self._host_growth = LineGrowth(self.host_lines)
         self._drawn_from = LineTimes()
@@ -153,7 +148,6 @@ class RankState:
         self.load_lines: dict[int, LineTimes] = {}
         self.workers: dict[int, WorkerTotals] = {}
         self.syncs = 0.0
-        self.sync_blocked_s = 0.0
         self.copies = Copies()
         self.garbage = Garbage()
         self.optimizers: dict[int, str] = {}
@@ -206,7 +200,6 @@ class RankState:
 
     def sampled(self, activity: Activity, view: StackView, weight_s: float) -> None:
         """A stack sample of the training thread."""
-        self.stack_samples += 1
         if activity is Activity.DATA_WAIT:
             waiting = self.taps.waiting_for
             if waiting is not None and waiting.serial:
@@ -224,7 +217,6 @@ class RankState:
     def waited_for_gpu(self, where: str, function: str, call: str, took_s: float, stands_for: float) -> None:
         """A call waited for the GPU; it stands for so many like it."""
         self.syncs += stands_for
-        self.sync_blocked_s += stands_for * took_s
         self.sync_lines.charge(where, function, stands_for * took_s, call)
 
     def evaluating(self, eval_mode: bool) -> bool:
@@ -264,10 +256,8 @@ class RankState:
             communication = data.get("avg_backward_comm_time")
             if communication:
                 self.communication = CommunicationRecord(
-                    backward_s=data.get("avg_backward_compute_time", 0) * 1e-9,
                     communication_s=communication * 1e-9,
                     overlapped_s=data.get("avg_backward_compute_comm_overlap_time", 0) * 1e-9,
-                    source="DistributedDataParallel",
                 )
 
     def learn_rank(self) -> None:
@@ -303,7 +293,6 @@ class RankState:
         return RankRecord(
             rank=stream,
             world_size=self.world_size,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0") or 0),
             pid=os.getpid(),
             parent_pid=self._parent_pid,
             hostname=socket.gethostname(),
@@ -325,13 +314,11 @@ class RankState:
             sync_lines=self.sync_lines.top(stretch=stretch),
             checkpoint_lines=self.checkpoint_lines.top(),
             syncs=round(stretch * self.syncs),
-            sync_blocked_s=stretch * self.sync_blocked_s,
             transfer=self.copies.record(stretch),
             precision=PrecisionRecord(
                 autocast=self.autocast,
                 parameters=self.parameter_dtype,
                 tf32=self._tf32(),
-                scaler=self.scaler,
                 compiled=self.compiled,
                 cudnn_benchmark=bool(self._torch.backends.cudnn.benchmark) if on_gpu else None,
                 fused_optimizer=self.fused_optimizer,
@@ -347,15 +334,12 @@ class RankState:
             launch_s=self.launch_s if on_gpu else None,
             flops_per_call=self.flops_per_call,
             vram_peak_bytes=self._highest_peak(stats.get("allocated_bytes.all.peak")),
-            vram_reserved_bytes=stats.get("reserved_bytes.all.peak"),
             alloc_retries=stats.get("num_alloc_retries"),
             memory=self.memory,
             torch_threads=self._torch.get_num_threads(),
             cpus_at_start=attach.cpus_at_start,
             cpus=len(cpus) if (cpus := allowed_cpus()) is not None else None,
             cpu_wait_s=self._cpu_wait_s(),
-            stack_samples=self.stack_samples,
-            observer_s=self.observer_s,
             worker_messages_dropped=self.taps.mailbox.dropped,
             notes=tuple(self.remarks),
             live=self.live(),

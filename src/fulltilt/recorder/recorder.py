@@ -249,7 +249,6 @@ class Recorder:
                         self._write_spans()
                 if now >= next_record:
                     next_record = now + max(self._write_every_s, min(RECORD_SHARE * (now - began), RECORD_EVERY_S))
-                    self.state.observer_s = time.thread_time()
                     self._write_record(final=False)
             except Exception as error:
                 problems += 1

@@ -1,8 +1,4 @@
-"""What is recorded of a run, its machine and its ranks: the format of a run folder.
-
-Units stand in the names. ``None`` means not measured; ``0.0`` means measured and zero.
-Times ending in ``_s`` that name a moment (``t_s``, ``t0_s``) are seconds since the start of the run.
-"""
+"""What is recorded of a run, its machine and its ranks: the format of a run folder."""
 
 from __future__ import annotations
 
@@ -231,7 +227,6 @@ class Span:
     buckets: Buckets
     epoch: int = 0
     skipped_steps: int = 0
-    step_max_s: float | None = None
     data_wait_max_s: float | None = None
     phases: Phases | None = None
 
@@ -344,7 +339,6 @@ class Trial:
     cpu_pct: float | None = None
     wall_s: float | None = None
     losses: tuple[float, ...] = ()
-    changed_files: tuple[str, ...] = ()
     folder: str | None = None
 
 
@@ -374,9 +368,7 @@ class LoaderRecord:
     prefetch_factor: int | None
     pin_memory: bool
     persistent_workers: bool
-    drop_last: bool
     shuffle: bool | None
-    sampler: str | None
     collate: str | None
     start_method: str | None
     given: tuple[str, ...] = ()
@@ -445,9 +437,9 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRecord:
-    """Memory by part, asked for once at the end of an early step. ``other_bytes`` is all else that stays on the GPU:
+    """Memory by part, asked for once at the end of an early step.
 
-    frozen weights, buffers, data kept there; None for a job on the CPU.
+    ``other_bytes``: frozen weights, buffers and data kept on the GPU; None for a job on the CPU.
     """
 
     parameters: int
@@ -468,7 +460,6 @@ class TransferRecord:
 
     copies: int
     bytes: int | None
-    blocked_s: float
     pageable_share: float | None
     blocking_share: float | None
     where: str | None
@@ -481,7 +472,6 @@ class PrecisionRecord:
     autocast: str | None
     parameters: str | None
     tf32: bool | None
-    scaler: bool
     compiled: bool
     cudnn_benchmark: bool | None = None
     fused_optimizer: bool | None = None
@@ -494,12 +484,10 @@ class PrecisionRecord:
 
 @dataclass(frozen=True, slots=True)
 class CommunicationRecord:
-    """Gradient exchange as DistributedDataParallel measured it, per step."""
+    """Gradient exchange, per step. None where it was only booked in the buckets, not measured by itself."""
 
-    backward_s: float | None
-    communication_s: float | None
-    overlapped_s: float | None
-    source: str
+    communication_s: float | None = None
+    overlapped_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -556,8 +544,6 @@ class CompileRecord:
     seconds: float
     recompiles: int = 0
     recompile_lines: tuple[HotLine, ...] = ()
-    graph_breaks: int = 0
-    break_reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,7 +571,6 @@ class RankRecord:
 
     rank: int
     world_size: int
-    local_rank: int
     pid: int
     hostname: str
     device: str
@@ -607,7 +592,6 @@ class RankRecord:
     sync_lines: tuple[HotLine, ...] = ()
     checkpoint_lines: tuple[HotLine, ...] = ()
     syncs: int = 0
-    sync_blocked_s: float = 0.0
     transfer: TransferRecord | None = None
     precision: PrecisionRecord | None = None
     communication: CommunicationRecord | None = None
@@ -621,15 +605,12 @@ class RankRecord:
     launch_s: float | None = None
     flops_per_call: float | None = None  # of the work up to each call of an optimizer, counted once
     vram_peak_bytes: int | None = None
-    vram_reserved_bytes: int | None = None
     alloc_retries: int | None = None
     memory: MemoryRecord | None = None
     torch_threads: int | None = None
     cpus_at_start: int | None = None
     cpus: int | None = None
     cpu_wait_s: float | None = None  # the training thread was ready to run, and had no CPU
-    stack_samples: int = 0
-    observer_s: float | None = None
     notes: tuple[str, ...] = ()
     live: tuple[LiveRecord, ...] = ()
     under_way: Span | None = None

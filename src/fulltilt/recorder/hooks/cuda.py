@@ -90,7 +90,7 @@ class DeviceHooks:
                 recorder.switch(before, None, Point.TRANSFER if worth_an_event else Point.NONE)
                 if moved:
                     blocking = not (kwargs.get("non_blocking") or (len(args) > 1 and args[1] is True))
-                    copies.add(tensor.nbytes, took, blocking, recorder.rest.stands_for)
+                    copies.add(tensor.nbytes, blocking, recorder.rest.stands_for)
                     self._copies_seen += 1
                     if self._copies_seen <= ASK_PINNED_FIRST or self._copies_seen % ASK_PINNED_EVERY == 0:
                         copies.asked += 1

@@ -58,7 +58,7 @@ def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
             if not waits or not recorder.mine():
                 return original(work, *args, **kwargs)
             if recorder.state.communication is None:
-                recorder.state.communication = CommunicationRecord(None, None, None, "Work.wait")
+                recorder.state.communication = CommunicationRecord()
             before = recorder.switch(Activity.COMMUNICATION)
             try:
                 return original(work, *args, **kwargs)

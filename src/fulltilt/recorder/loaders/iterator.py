@@ -145,8 +145,7 @@ def describe(loader: Any) -> dict[str, Any]:
     """The arguments in force of a DataLoader, or of what stands for one, as plain values."""
     public = getattr(loader, "d", loader)  # fastai gives torch's iterators a stand-in; the loader is behind it
     dataset, sampler = public.dataset, getattr(loader, "sampler", None)
-    name = type(sampler).__name__ if sampler is not None else None
-    shuffle = {"RandomSampler": True, "SequentialSampler": False}.get(name or "")
+    shuffle = {"RandomSampler": True, "SequentialSampler": False}.get(type(sampler).__name__)
     context: Any = getattr(loader, "multiprocessing_context", None)
     method = getattr(context, "get_start_method", None)
     return {
@@ -158,9 +157,7 @@ def describe(loader: Any) -> dict[str, Any]:
         "prefetch_factor": loader.prefetch_factor if loader.num_workers else None,
         "pin_memory": bool(loader.pin_memory),
         "persistent_workers": bool(loader.persistent_workers),
-        "drop_last": bool(public.drop_last),
         "shuffle": shuffle if public is loader else bool(getattr(public, "shuffle", False)),
-        "sampler": name,
         "collate": _name(loader.collate_fn),
         "start_method": method() if method is not None else None,
         "objects": _most_objects(_users_own(dataset)),
