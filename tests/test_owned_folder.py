@@ -194,15 +194,15 @@ def test_relative_paths_are_those_of_the_working_folder(tmp_path: Path, monkeypa
     assert folder.owns("run.json")
 
 
-def test_a_reserved_entry_is_ours_and_a_foreign_one_is_refused(tmp_path):
+def test_an_announced_entry_is_ours_and_a_foreign_one_is_refused(tmp_path):
     folder = OwnedFolder.claim(tmp_path / "out", "copy")
-    folder.reserve("files", "files/a", "files/b")
+    folder.announce("files", "files/a", "files/b")
     (folder.path / "files").mkdir()
     (folder.path / "files" / "a").write_text("")
     assert folder.entries() == ["files", "files/a"]
     (folder.path / "mine").write_text("")
     with pytest.raises(ForeignFiles):
-        folder.reserve("mine")
+        folder.announce("mine")
     assert not folder.remove_all()
     (folder.path / "mine").unlink()
     assert folder.remove_all()

@@ -419,7 +419,7 @@ def test_a_damaged_line_is_named_by_file_and_number(tmp_path: Path, file: str, l
         (b'{"schema_version": true}', "schema_version should be a number"),
         (b"9" * 5000, "damaged"),
         (b"[" * 100_000, "damaged"),
-        (b"\xff\xfe{}", "cannot read"),
+        (b"\xff\xfe{}", "damaged"),
     ],
 )
 def test_a_damaged_run_file_gives_a_clear_error(tmp_path: Path, content: bytes, complaint: str) -> None:

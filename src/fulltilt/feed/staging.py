@@ -140,7 +140,7 @@ def _copy_all(source: Path, target: Path, files: list[_File]) -> int:
     try:
         with owned.locked("", wait=True), ThreadPoolExecutor(_COPIERS) as copiers:
             missing = _missing(target, files)
-            owned.reserve(_FILES, *(f"{_FILES}/{path}" for path in copied))
+            owned.announce(_FILES, *(f"{_FILES}/{path}" for path in copied))
             for _ in progress(copiers.map(copy, missing), len(missing), f"Staging {source.name}"):
                 pass
     except OSError as error:

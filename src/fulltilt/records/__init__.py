@@ -4,108 +4,53 @@ Units stand in the names. ``None`` means not measured; ``0.0`` means measured an
 Times ending in ``_s`` that name a moment (``t_s``, ``t0_s``) are seconds since the start of the run.
 """
 
-from fulltilt.records.diagnosis import (
-    Abstention,
-    Ceilings,
-    CheckLine,
-    Diagnosis,
-    Finding,
-    FindingCode,
-    GpuStep,
-    GpuSummary,
-    JobSummary,
-    Ledger,
-    RankSummary,
-    Throughput,
-    Utilisation,
-    Verdict,
-)
-from fulltilt.records.run import (
-    BUCKETS,
-    MOST_OF_A_SETTING,
-    SCHEMA_VERSION,
-    Buckets,
-    CommunicationRecord,
-    CompileRecord,
-    CpuCapacity,
-    DeepRecord,
-    GarbageRecord,
-    GpuProcess,
-    GpuReading,
-    HostReading,
-    HotLine,
-    JobProcess,
-    KernelRecord,
-    LiveMove,
-    LiveRecord,
-    LoaderRecord,
-    Machine,
-    MemoryGrowthRecord,
-    MemoryRecord,
-    Phases,
-    PrecisionRecord,
-    RankRecord,
-    Run,
-    RunRecord,
-    Sample,
-    Settings,
-    Span,
-    StorageReading,
-    Task,
-    TransferRecord,
-    Trial,
-    UnusedSearchRecord,
-    WorkerRecord,
-)
-
-__all__ = [
-    "BUCKETS",
-    "MOST_OF_A_SETTING",
-    "SCHEMA_VERSION",
-    "Abstention",
-    "Buckets",
-    "Ceilings",
-    "CheckLine",
-    "CommunicationRecord",
-    "CompileRecord",
-    "CpuCapacity",
-    "DeepRecord",
-    "Diagnosis",
-    "Finding",
-    "FindingCode",
-    "GarbageRecord",
-    "GpuProcess",
-    "GpuReading",
-    "GpuStep",
-    "GpuSummary",
-    "HostReading",
-    "HotLine",
-    "JobProcess",
-    "JobSummary",
-    "KernelRecord",
-    "Ledger",
-    "LiveMove",
-    "LiveRecord",
-    "LoaderRecord",
-    "Machine",
-    "MemoryGrowthRecord",
-    "MemoryRecord",
-    "Phases",
-    "PrecisionRecord",
-    "RankRecord",
-    "RankSummary",
-    "Run",
-    "RunRecord",
-    "Sample",
-    "Settings",
-    "Span",
-    "StorageReading",
-    "Task",
-    "Throughput",
-    "TransferRecord",
-    "Trial",
-    "UnusedSearchRecord",
-    "Utilisation",
-    "Verdict",
-    "WorkerRecord",
-]
+# Each name is imported as itself, which says that it is exported.
+from fulltilt.records.diagnosis import Abstention as Abstention
+from fulltilt.records.diagnosis import Ceilings as Ceilings
+from fulltilt.records.diagnosis import CheckLine as CheckLine
+from fulltilt.records.diagnosis import Diagnosis as Diagnosis
+from fulltilt.records.diagnosis import Finding as Finding
+from fulltilt.records.diagnosis import FindingCode as FindingCode
+from fulltilt.records.diagnosis import GpuStep as GpuStep
+from fulltilt.records.diagnosis import GpuSummary as GpuSummary
+from fulltilt.records.diagnosis import JobSummary as JobSummary
+from fulltilt.records.diagnosis import Ledger as Ledger
+from fulltilt.records.diagnosis import RankSummary as RankSummary
+from fulltilt.records.diagnosis import Throughput as Throughput
+from fulltilt.records.diagnosis import Utilisation as Utilisation
+from fulltilt.records.diagnosis import Verdict as Verdict
+from fulltilt.records.run import BUCKETS as BUCKETS
+from fulltilt.records.run import MOST_OF_A_SETTING as MOST_OF_A_SETTING
+from fulltilt.records.run import SCHEMA_VERSION as SCHEMA_VERSION
+from fulltilt.records.run import Buckets as Buckets
+from fulltilt.records.run import CommunicationRecord as CommunicationRecord
+from fulltilt.records.run import CompileRecord as CompileRecord
+from fulltilt.records.run import CpuCapacity as CpuCapacity
+from fulltilt.records.run import DeepRecord as DeepRecord
+from fulltilt.records.run import GarbageRecord as GarbageRecord
+from fulltilt.records.run import GpuProcess as GpuProcess
+from fulltilt.records.run import GpuReading as GpuReading
+from fulltilt.records.run import HostReading as HostReading
+from fulltilt.records.run import HotLine as HotLine
+from fulltilt.records.run import JobProcess as JobProcess
+from fulltilt.records.run import KernelRecord as KernelRecord
+from fulltilt.records.run import LiveMove as LiveMove
+from fulltilt.records.run import LiveRecord as LiveRecord
+from fulltilt.records.run import LoaderRecord as LoaderRecord
+from fulltilt.records.run import Machine as Machine
+from fulltilt.records.run import MemoryGrowthRecord as MemoryGrowthRecord
+from fulltilt.records.run import MemoryRecord as MemoryRecord
+from fulltilt.records.run import Phases as Phases
+from fulltilt.records.run import PrecisionRecord as PrecisionRecord
+from fulltilt.records.run import RankRecord as RankRecord
+from fulltilt.records.run import Run as Run
+from fulltilt.records.run import RunRecord as RunRecord
+from fulltilt.records.run import Sample as Sample
+from fulltilt.records.run import Settings as Settings
+from fulltilt.records.run import Span as Span
+from fulltilt.records.run import StorageReading as StorageReading
+from fulltilt.records.run import Task as Task
+from fulltilt.records.run import TransferRecord as TransferRecord
+from fulltilt.records.run import Trial as Trial
+from fulltilt.records.run import UnusedSearchRecord as UnusedSearchRecord
+from fulltilt.records.run import WorkerRecord as WorkerRecord

@@ -16,68 +16,37 @@ A line is complete when its newline is there. A kill can only tear the last line
 A file that is damaged anywhere else is an error that names the file and the line: nothing is guessed.
 """
 
-from __future__ import annotations
-
-from fulltilt.store.join_tasks import load, newest_run, run_name, tasks_in, wait_for_tasks
-from fulltilt.store.owned_folder import OwnedFolder, open_plain, write_named_file
-from fulltilt.store.record_json import decode, encode, encode_fully
-from fulltilt.store.run_folder import (
-    FINDINGS_FILE,
-    LIVE,
-    REPORT_FILE,
-    RUN_FILE,
-    SAMPLES_FILE,
-    SETTINGS_FILE,
-    LineWriter,
-    claim_file,
-    create_folder,
-    create_task_folder,
-    is_task,
-    move_earlier_run,
-    rank_file,
-    rank_parts,
-    read_json,
-    read_lines,
-    read_new_lines,
-    read_ranks,
-    read_record,
-    steps_file,
-    write_json,
-    write_text,
-)
-
-__all__ = [
-    "FINDINGS_FILE",
-    "LIVE",
-    "REPORT_FILE",
-    "RUN_FILE",
-    "SAMPLES_FILE",
-    "SETTINGS_FILE",
-    "LineWriter",
-    "OwnedFolder",
-    "claim_file",
-    "create_folder",
-    "create_task_folder",
-    "decode",
-    "encode",
-    "encode_fully",
-    "is_task",
-    "load",
-    "move_earlier_run",
-    "newest_run",
-    "open_plain",
-    "rank_file",
-    "rank_parts",
-    "read_json",
-    "read_lines",
-    "read_new_lines",
-    "read_ranks",
-    "read_record",
-    "run_name",
-    "steps_file",
-    "tasks_in",
-    "wait_for_tasks",
-    "write_json",
-    "write_named_file",
-    "write_text",
-]
+# Each name is imported as itself, which says that it is exported.
+from fulltilt.store.join_tasks import load as load
+from fulltilt.store.join_tasks import newest_run as newest_run
+from fulltilt.store.join_tasks import run_name as run_name
+from fulltilt.store.join_tasks import tasks_in as tasks_in
+from fulltilt.store.join_tasks import wait_for_tasks as wait_for_tasks
+from fulltilt.store.owned_folder import OwnedFolder as OwnedFolder
+from fulltilt.store.owned_folder import open_plain as open_plain
+from fulltilt.store.owned_folder import write_named_file as write_named_file
+from fulltilt.store.record_json import decode as decode
+from fulltilt.store.record_json import encode as encode
+from fulltilt.store.record_json import encode_fully as encode_fully
+from fulltilt.store.run_folder import FINDINGS_FILE as FINDINGS_FILE
+from fulltilt.store.run_folder import LIVE as LIVE
+from fulltilt.store.run_folder import REPORT_FILE as REPORT_FILE
+from fulltilt.store.run_folder import RUN_FILE as RUN_FILE
+from fulltilt.store.run_folder import SAMPLES_FILE as SAMPLES_FILE
+from fulltilt.store.run_folder import SETTINGS_FILE as SETTINGS_FILE
+from fulltilt.store.run_folder import LineWriter as LineWriter
+from fulltilt.store.run_folder import claim_file as claim_file
+from fulltilt.store.run_folder import create_folder as create_folder
+from fulltilt.store.run_folder import create_task_folder as create_task_folder
+from fulltilt.store.run_folder import is_task as is_task
+from fulltilt.store.run_folder import move_earlier_run as move_earlier_run
+from fulltilt.store.run_folder import rank_file as rank_file
+from fulltilt.store.run_folder import rank_parts as rank_parts
+from fulltilt.store.run_folder import read_json as read_json
+from fulltilt.store.run_folder import read_lines as read_lines
+from fulltilt.store.run_folder import read_new_lines as read_new_lines
+from fulltilt.store.run_folder import read_ranks as read_ranks
+from fulltilt.store.run_folder import read_record as read_record
+from fulltilt.store.run_folder import steps_file as steps_file
+from fulltilt.store.run_folder import write_json as write_json
+from fulltilt.store.run_folder import write_text as write_text

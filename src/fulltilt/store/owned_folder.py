@@ -151,9 +151,8 @@ class OwnedFolder:
         found = _identity(self.path / name)
         if found is None or not self._reached_without_links(name):
             return False
-        if self._matches(name, found):
-            return True
-        self._update()
+        if not self._matches(name, found):
+            self._update()
         return self._matches(name, found)
 
     def check(self, entry: str | Path) -> Path:
@@ -165,21 +164,17 @@ class OwnedFolder:
         return path
 
     def announce(self, *entries: str | Path) -> None:
-        """Note names that are about to be made: a kill in between leaves nothing unknown. Raises ForeignFiles."""
-        self._note({self._name(self.check(entry)): () for entry in entries})
+        """Note by name what is about to be made: a kill in between leaves nothing unknown. Raises ForeignFiles."""
+        names = [self._name(self.check(entry)) for entry in entries]
+        self._update()
+        self._note({name: () for name in names if self._entries.get(name) != ()})
 
     def record(self, *entries: str | Path, growing: bool = False) -> None:
         """Note that Fulltilt made these entries, as they are now. Call it right after they were made.
 
         A file that is ``growing`` is known by its inode until it is recorded once more.
         """
-        noted = {(name := self._name(entry)): _identity(self.path / name) for entry in entries}
-        self._note({name: is_[:1] if is_ and growing else is_ for name, is_ in noted.items()})
-
-    def reserve(self, *entries: str | Path) -> None:
-        """Note by name alone what is about to be made, many at once. Raises ForeignFiles where a foreign one is."""
-        names = [self._name(self.check(entry)) for entry in entries]
-        self._note({name: () for name in names if name not in self._entries})
+        self._note({(name := self._name(entry)): _identity(self.path / name, growing) for entry in entries})
 
     def record_tree(self, folder: str | Path) -> None:
         """Note a folder with all that lies in it: Fulltilt, or a library at its request, has just made it."""
@@ -189,8 +184,7 @@ class OwnedFolder:
     def make(self, folder: str | Path, mode: int = 0o777) -> Path:
         """A folder of ours at this place, made unless it is there already. Raises ForeignFiles."""
         path = self.check(folder)
-        name = self._name(folder)
-        if parent := os.path.dirname(name):
+        if parent := os.path.dirname(name := self._name(folder)):
             self.make(parent, mode)
         if not path.is_dir():
             self.announce(name)
@@ -206,10 +200,10 @@ class OwnedFolder:
     def create(self, entry: str | Path, mode: int = 0o666) -> int:
         """A descriptor of a new file of ours, for reading and writing. Raises ForeignFiles if something is there."""
         path = self.check(entry)
-        if os.path.lexists(path):
-            raise ForeignFiles(f"{path} exists already and is left as it is", "Move it elsewhere.")
-        self.announce(entry)
         try:
+            if os.path.lexists(path):
+                raise FileExistsError
+            self.announce(entry)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW, mode)
         except FileExistsError:
             raise ForeignFiles(f"{path} exists already and is left as it is", "Move it elsewhere.") from None
@@ -242,9 +236,7 @@ class OwnedFolder:
         """
         path = self.check(target)
         old, new = self._name(source), self._name(target)
-        identity = _identity(self.path / old)
-        if growing and identity is not None:
-            identity = identity[:1]
+        identity = _identity(self.path / old, growing)
         with _mutex:
             below = {name: is_ for name, is_ in self._entries.items() if name.startswith(old + "/")}
         if not again:
@@ -314,10 +306,8 @@ class OwnedFolder:
 
     def _matches(self, name: str, found: Identity) -> bool:
         recorded = self._entries.get(name)
-        if recorded is None:
-            return False
         # In a copy of the folder all inodes are new: there the names have to do.
-        return self._copied or recorded == found[: len(recorded)]
+        return recorded is not None and (self._copied or recorded == found[: len(recorded)])
 
     def _note(self, entries: Mapping[str, Identity | None]) -> None:
         lines = [json.dumps({"path": name, "is": identity}) + "\n" for name, identity in entries.items()]
@@ -500,12 +490,12 @@ def _uid() -> int | None:
     return os.geteuid() if hasattr(os, "geteuid") else None
 
 
-def _identity(path: Path) -> Identity | None:
+def _identity(path: Path, growing: bool = False) -> Identity | None:
     try:
         status = path.lstat()
     except (OSError, ValueError):  # not there, or no name at all
         return None
-    if stat.S_ISDIR(status.st_mode):
+    if growing or stat.S_ISDIR(status.st_mode):
         return (status.st_ino,)
     return status.st_ino, status.st_size, status.st_mtime_ns
 

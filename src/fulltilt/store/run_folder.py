@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -71,14 +72,12 @@ def read_json(path: Path, *, follow: bool = False) -> Any:
     """
     try:
         with open_plain(path, follow=follow) as file:
-            text = file.read().decode("utf-8")
+            return json.loads(file.read().decode("utf-8"))
     except FileNotFoundError as error:
         raise RunFolderError(f"{path} does not exist") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunFolderError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError alone: a number with too many digits
+    except OSError as error:
+        raise _cannot("read", path, error) from error
+    except (ValueError, RecursionError) as error:  # also no UTF-8, or a number with too many digits
         line = getattr(error, "lineno", 1)
         raise RunFolderError(f"{path}, line {line}: damaged JSON ({error})") from error
 
@@ -103,16 +102,12 @@ def read_lines(path: Path, record: type[Record], every: int = 1) -> Iterator[Rec
             for number, raw in enumerate(file, start=1):
                 if not raw.endswith(b"\n"):
                     return  # torn by a kill; it was never complete
-                if every > 1 and number % every:
-                    continue
-                try:
-                    yield decode(record, json.loads(raw))
-                except (ValueError, RecursionError) as error:
-                    raise RunFolderError(f"{path}, line {number}: damaged ({error})") from error
+                if number % every == 0:
+                    yield _decoded(record, raw, path, f"line {number}")
     except FileNotFoundError:
         return
     except OSError as error:
-        raise RunFolderError(f"cannot read {path}: {error.strerror or error}") from error
+        raise _cannot("read", path, error) from error
 
 
 def read_new_lines(path: Path, record: type[Record], offset: int) -> tuple[list[Record], int]:
@@ -124,12 +119,17 @@ def read_new_lines(path: Path, record: type[Record], offset: int) -> tuple[list[
     except FileNotFoundError:
         return [], offset
     except OSError as error:
-        raise RunFolderError(f"cannot read {path}: {error.strerror or error}") from error
+        raise _cannot("read", path, error) from error
     complete = data[: data.rfind(b"\n") + 1]
+    lines = complete.splitlines()
+    return [_decoded(record, line, path, f"behind byte {offset}") for line in lines], offset + len(complete)
+
+
+def _decoded(record: type[Record], line: bytes, path: Path, place: str) -> Record:
     try:
-        return [decode(record, json.loads(line)) for line in complete.splitlines()], offset + len(complete)
+        return decode(record, json.loads(line))
     except (ValueError, RecursionError) as error:
-        raise RunFolderError(f"{path}, behind byte {offset}: damaged ({error})") from error
+        raise RunFolderError(f"{path}, {place}: damaged ({error})") from error
 
 
 def _check_schema(path: Path, plain: Any) -> None:
@@ -153,7 +153,7 @@ def load_run(folder: Path) -> Run:
         script = f"To run and record a script: fulltilt run {folder}" if folder.suffix == ".py" else None
         raise NotARunFolder(f"{folder} is not a run folder: it is a file", script) from error
     except OSError as error:
-        raise RunFolderError(f"cannot read {folder}: {error.strerror or error}") from error
+        raise _cannot("read", folder, error) from error
     if RUN_FILE not in names:
         raise NotARunFolder(f"{folder} is not a run folder: it has no {RUN_FILE}", _runs_nearby(folder))
     run = read_record(folder / RUN_FILE, RunRecord)
@@ -247,7 +247,7 @@ def create_task_folder(folder: Path, name: str) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise _cannot_write(made, error) from error
+            raise _cannot("write", made, error) from error
 
 
 def move_earlier_run(folder: Path) -> Path | None:
@@ -256,10 +256,8 @@ def move_earlier_run(folder: Path) -> Path | None:
     if not owned.owns(RUN_FILE):
         return None
     _refuse_run_elsewhere(folder)
-    number = 1
-    while os.path.lexists(folder / f"before-{number}"):
-        number += 1
-    earlier = f"before-{number}"
+    names = (f"before-{number}" for number in itertools.count(1))
+    earlier = next(name for name in names if not os.path.lexists(folder / name))
     try:
         owned.make(earlier)
         for path in _run_files(folder):
@@ -315,7 +313,7 @@ def write_text(
         else:
             write_named_file(path, data, PRIVATE, signature)
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise _cannot("write", path, error) from error
 
 
 class LineWriter:
@@ -338,7 +336,7 @@ class LineWriter:
                 self._inode = os.fstat(fd).st_ino
                 _mend_end(fd, path)
         except OSError as error:
-            raise _cannot_write(path, error) from error
+            raise _cannot("write", path, error) from error
 
     def write(self, values: Iterable[Any]) -> None:
         """Append records or plain values, one line each: all of them or, with a RunFolderError, none."""
@@ -351,7 +349,7 @@ class LineWriter:
                     raise OSError("another file has taken its place")
                 self._append(fd, data)
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            raise _cannot("write", self.path, error) from error
 
     def _append(self, fd: int, data: bytes) -> None:
         end = os.fstat(fd).st_size
@@ -423,7 +421,7 @@ def _read_at(fd: int, start: int, length: int) -> bytes:
     return os.read(fd, length)
 
 
-def _cannot_write(path: Path, error: OSError) -> RunFolderError:
+def _cannot(do: str, path: Path, error: OSError) -> RunFolderError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "Free some space or choose another folder with --out." if full else None
-    return RunFolderError(f"cannot write {path}: {error.strerror or error}", remedy)
+    return RunFolderError(f"cannot {do} {path}: {error.strerror or error}", remedy)
