@@ -13,7 +13,7 @@ from fulltilt.records import CheckLine, GpuReading, Machine, Sample, StorageRead
 
 # --------------------------------------------------------------------------- limits
 
-MIB = 1024**2
+MIB, GIB = 1024**2, 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ LIMITS = PreflightLimits()
 # --------------------------------------------------------------------------- gpu
 
 _SHOWN_TENANTS = 3
-
+_COOLING = "Improve the cooling: fans, dust, air flow between the cards."
 _THROTTLE_REMEDIES = {
-    "thermal": "Improve the cooling: fans, dust, air flow between the cards.",
-    "hw_thermal": "Improve the cooling: fans, dust, air flow between the cards.",
+    "thermal": _COOLING,
+    "hw_thermal": _COOLING,
     "power_cap": "Raise the power limit (nvidia-smi -pl WATTS) if supply and cooling allow it.",
     "power_brake": "The power supply tells the GPU to slow down: check its cables and rating.",
     "hw_slowdown": "The board slows the GPU down for heat or power: check cooling and supply.",
@@ -67,12 +67,8 @@ _THROTTLE_REMEDIES = {
 def check_presence(machine: Machine, gpus: Sequence[GpuReading]) -> CheckLine:
     """Is there a GPU, and do all of them answer?"""
     if not gpus:
-        return CheckLine(
-            "GPU",
-            "warn",
-            f"none: {machine.why_no_gpu or 'no GPU was found'}",
-            "Training will run on the CPU. A container needs --gpus all; elsewhere see what nvidia-smi says.",
-        )
+        remedy = "Training will run on the CPU. A container needs --gpus all; elsewhere see what nvidia-smi says."
+        return CheckLine("GPU", "warn", f"none: {machine.why_no_gpu or 'no GPU was found'}", remedy)
     lost = [f"GPU {gpu.index} ({gpu.name}) no longer answers" for gpu in gpus if gpu.lost]
     if lost:
         remedy = "Look for Xid errors in dmesg, then reset it (nvidia-smi --gpu-reset) or restart the machine."
@@ -89,8 +85,7 @@ def check_cuda(machine: Machine, gpus: Sequence[GpuReading]) -> CheckLine:
         figure = f"torch {machine.torch} is built without CUDA"
         if not gpus:
             return CheckLine("CUDA", "ok", f"{figure}; there is no GPU to use it")
-        remedy = "Install a build for CUDA: https://pytorch.org/get-started/locally"
-        return CheckLine("CUDA", "fail", figure, remedy)
+        return CheckLine("CUDA", "fail", figure, "Install a build for CUDA: https://pytorch.org/get-started/locally")
     if machine.driver_cuda is None:
         return CheckLine("CUDA", "skip", f"torch is built for CUDA {machine.cuda}; there is no driver to run it")
     figure = f"torch is built for CUDA {machine.cuda}, the driver runs up to {machine.driver_cuda}"
@@ -120,13 +115,10 @@ def check_vram(gpus: Sequence[GpuReading]) -> CheckLine:
     ]
     if not free:
         return CheckLine("VRAM", "skip", "not told by this GPU")
-    short = [
-        f"GPU {index}: {used_of(left, all_)} free" for left, all_, index in free if left < LIMITS.vram_free_share * all_
-    ]
-    if short:
-        return CheckLine(
-            "VRAM", "warn", "; ".join(short), "Plan the batch for what is free, or end what holds the rest."
-        )
+    low = [(left, all_, index) for left, all_, index in free if left < LIMITS.vram_free_share * all_]
+    if low:
+        figure = "; ".join(f"GPU {index}: {used_of(left, all_)} free" for left, all_, index in low)
+        return CheckLine("VRAM", "warn", figure, "Plan the batch for what is free, or end what holds the rest.")
     left, all_, _ = min(free)
     return CheckLine("VRAM", "ok", f"{used_of(left, all_)} free" + (" or more on each" if len(free) > 1 else ""))
 
@@ -195,7 +187,7 @@ def _temperature(gpu: GpuReading) -> str:
 
 # --------------------------------------------------------------------------- data
 
-_PLACES = {
+PLACES = {
     "tmpfs": "in RAM",
     "hdd": "on a hard disk",
     "ssd": "on an SSD",
@@ -212,7 +204,7 @@ def check_storage(storage: StorageReading) -> CheckLine:
     cold = _rates(storage.sequential_cold_bytes_per_s, storage.small_cold_files_per_s)
     warm = _rates(storage.sequential_warm_bytes_per_s, storage.small_warm_files_per_s)
     measured = f"{cold} uncached" if cold else f"{warm} cached" if warm else None
-    figure = ", ".join(part for part in (_PLACES.get(storage.kind), measured) if part)
+    figure = ", ".join(part for part in (PLACES.get(storage.kind), measured) if part)
     if storage.kind == "tmpfs":
         return CheckLine("data", "ok", figure)
     slow = is_slow(storage)
@@ -226,11 +218,8 @@ def check_storage(storage: StorageReading) -> CheckLine:
 
 
 def _rates(bytes_per_s: float | None, files_per_s: float | None) -> str:
-    parts = []
-    if bytes_per_s is not None:
-        parts.append(f"{size(bytes_per_s)}/s")
-    if files_per_s is not None:
-        parts.append(f"{number(files_per_s)} files/s")
+    parts = [f"{size(bytes_per_s)}/s"] if bytes_per_s is not None else []
+    parts += [f"{number(files_per_s)} files/s"] if files_per_s is not None else []
     return " and ".join(parts)
 
 
@@ -257,7 +246,11 @@ def check_staging(storage: StorageReading, machine: Machine) -> CheckLine:
         if not slow:
             return CheckLine("RAM disk", "ok", figure)
         return CheckLine("RAM disk", "warn", figure, "Store the set smaller (resized, uint8) or on a faster disk.")
-    gain = _staging_gain(storage)
+    pairs = (
+        (storage.sequential_warm_bytes_per_s, storage.sequential_cold_bytes_per_s),
+        (storage.small_warm_files_per_s, storage.small_cold_files_per_s),
+    )
+    gain = max((warm / cold for warm, cold in pairs if warm is not None and cold), default=None)
     if not slow or (gain is not None and gain < LIMITS.staging_gain):
         return CheckLine("RAM disk", "ok", f"not needed: the set ({held}) stays cached after one epoch")
     faster = "" if gain is None else f": RAM reads {number(gain)} × as fast"
@@ -267,18 +260,7 @@ def check_staging(storage: StorageReading, machine: Machine) -> CheckLine:
     return CheckLine("RAM disk", "warn", f"would help{faster}, and the set ({held}) fits", copy)
 
 
-def _staging_gain(storage: StorageReading) -> float | None:
-    """How many times as fast the set reads from RAM: the larger of large and small files."""
-    pairs = (
-        (storage.sequential_warm_bytes_per_s, storage.sequential_cold_bytes_per_s),
-        (storage.small_warm_files_per_s, storage.small_cold_files_per_s),
-    )
-    return max((warm / cold for warm, cold in pairs if warm is not None and cold), default=None)
-
-
 # --------------------------------------------------------------------------- host
-
-GIB = 1024**3
 
 
 def whole_cpus(machine: Machine) -> int:
@@ -298,21 +280,18 @@ def check_cpus(machine: Machine, plan: LoaderPlan) -> CheckLine:
     if plan.workers is not None and plan.workers > fitting:
         remedy = f"Start from {count('worker', fitting)}: past the CPUs, more workers are slower."
         return CheckLine("CPUs", "warn", f"{figure}, {plan.workers} workers asked for", remedy)
-    if cpu.usable < cpu.present:
-        remedy = (
-            f"Size workers and threads by {fitting}, not by os.cpu_count(), or raise the limit "
-            "(docker run --cpus, LIMITS.cpu, --cpus-per-task)."
-        )
-        return CheckLine("CPUs", "warn", figure, remedy)
-    return CheckLine("CPUs", "ok", figure)
+    if cpu.usable >= cpu.present:
+        return CheckLine("CPUs", "ok", figure)
+    limits = "docker run --cpus, limits.cpu, --cpus-per-task"
+    remedy = f"Size workers and threads by {fitting}, not by os.cpu_count(), or raise the limit ({limits})."
+    return CheckLine("CPUs", "warn", figure, remedy)
 
 
 def check_memory(machine: Machine, sample: Sample | None, plan: LoaderPlan) -> CheckLine:
     """Is there memory left for the job, under the limit that holds for it?"""
-    caps = [cap for cap in (machine.mem_limit_bytes, machine.mem_total_bytes) if cap]
-    if not caps:
+    cap = min((cap for cap in (machine.mem_limit_bytes, machine.mem_total_bytes) if cap), default=None)
+    if cap is None:
         return CheckLine("memory", "skip", "not measured here")
-    cap = min(caps)
     limited = " (the cgroup's limit)" if machine.mem_total_bytes is not None and cap < machine.mem_total_bytes else ""
     used = sample.host.mem_used_bytes if sample is not None else None
     if used is None:
@@ -367,11 +346,7 @@ def preflight(
     lines = [check_presence(machine, gpus), check_cuda(machine, gpus)]
     if gpus:
         lines += [check(gpus) for check in (check_vram, check_processes, check_throttling, check_temperature)]
-    lines += [
-        check_cpus(machine, plan),
-        check_memory(machine, sample, plan),
-        check_shm(machine, plan),
-    ]
+    lines += [check_cpus(machine, plan), check_memory(machine, sample, plan), check_shm(machine, plan)]
     if storage is None:
         lines.append(CheckLine("data", "skip", "not looked at", "Name the folder of your data: --data DIR"))
     else:

@@ -27,6 +27,7 @@ from fulltilt.diagnosis.findings import (
 from fulltilt.diagnosis.ledger import hung_stretch
 from fulltilt.diagnosis.libraries import beside_training, divides_itself, keeps_workers, shards_limit, worker_setting
 from fulltilt.diagnosis.loaders import Limit, Supply, sampling_share
+from fulltilt.diagnosis.preflight import PLACES
 from fulltilt.diagnosis.rules.worker_count import (
     WorkerPlan,
     gain_without_wait,
@@ -128,8 +129,7 @@ def input_serial(evidence: Evidence) -> Judgement:
 
 
 def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
-    facts = []
-    plan = plan_workers(evidence)
+    facts, plan = [], plan_workers(evidence)
     workers = plan.advised if plan else unplanned_workers(evidence)
     line = costliest_line(evidence)
     beside = beside_training(loader, workers)
@@ -264,7 +264,8 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
     loader, supply = evidence.loader, evidence.supply
     if evidence.limit is not limit or loader is None or supply is None:
         return None
-    if _mostly_cold(evidence):
+    cold = _cold_first_pass(evidence, evidence.workers) if evidence.workers else None
+    if cold is not None and cold.share >= LIMITS.recovered_low * evidence.data_wait_share:
         return None  # it is the storage's doing, and no more so in later passes
     if special := _hung_fetch(evidence, loader, code) or _contended_lock(evidence, loader, code):
         return special
@@ -273,7 +274,13 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
     facts += neighbours(evidence) if limit is Limit.CPU else []
     plan = plan_workers(evidence)
     if plan and plan.raises:
-        fix, predicted = _raise_workers(evidence, loader, plan), plan.gain
+        kept = {} if loader.persistent_workers else {"persistent_workers": True}
+        call = rewritten(evidence, loader, num_workers=plan.advised, **kept)
+        fix = (
+            f"Raise {worker_setting(loader)} {plan.now} → {plan.advised}{at(loader.where)}: {call}. "
+            f"At its cost a batch, {_need_and_room(evidence, plan)}."
+        )
+        predicted = plan.gain
     else:
         fix, predicted = _cheaper_fetch(evidence, loader, limit, line), _line_gain(evidence, line)
     if limit is Limit.IO:
@@ -289,17 +296,6 @@ def _worker_time(supply: Supply, limit: Limit) -> str:
     return f"{workers} at {seconds(supply.batch_s)} a batch, {nature}, idle {percent(supply.idle_share)} of their time"
 
 
-def _raise_workers(evidence: Evidence, loader: LoaderRecord, plan: WorkerPlan) -> str:
-    changes: dict[str, int | bool] = {"num_workers": plan.advised}
-    if not loader.persistent_workers:
-        changes["persistent_workers"] = True
-    return (
-        f"Raise {worker_setting(loader)} {plan.now} → {plan.advised}{at(loader.where)}: "
-        f"{rewritten(evidence, loader, **changes)}. "
-        f"At its cost a batch, {_need_and_room(evidence, plan)}."
-    )
-
-
 def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, limit: Limit, line: HotLine | None) -> str:
     place = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
     if limit is Limit.IO:
@@ -313,42 +309,28 @@ def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, limit: Limit, line:
 
 
 def _storage_facts(evidence: Evidence) -> list[str]:
-    facts = []
     read = evidence.workers.read_bytes if evidence.workers else None
-    if read is not None and read >= LIMITS.storage_read_bytes_per_s * evidence.active_s:
-        facts.append(f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s")
-    elif read is not None:
-        others = "the network file system" if _over_network(evidence) else "a lock, a sleep or a service"
-        facts.append(f"the workers read only {size(read)} from storage: they wait for {others}")
-    return [*facts, *_storage_kind(evidence)]
-
-
-_KINDS = {
-    "network": "on a network file system",
-    "hdd": "on a hard disk",
-    "ssd": "on an SSD",
-    "nvme": "on an NVMe disk",
-    "tmpfs": "in RAM",
-    "overlay": "in the layers of a container",
-}
+    if read is None:
+        return _storage_kind(evidence)
+    told = f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s"
+    if read < LIMITS.storage_read_bytes_per_s * evidence.active_s:
+        others = "the network file system" if _stage_data(evidence) else "a lock, a sleep or a service"
+        told = f"the workers read only {size(read)} from storage: they wait for {others}"
+    return [told, *_storage_kind(evidence)]
 
 
 def _storage_kind(evidence: Evidence) -> list[str]:
     data = evidence.workers.data if evidence.workers else None
-    if data is None or data.kind not in _KINDS:
+    if data is None or data.kind not in PLACES:
         return []
-    return [f"the files in {data.path} lie {_KINDS[data.kind]} ({data.filesystem or 'of unknown type'})"]
-
-
-def _over_network(evidence: Evidence) -> bool:
-    data = evidence.workers.data if evidence.workers else None
-    return data is not None and data.kind == "network"
+    return [f"the files in {data.path} lie {PLACES[data.kind]} ({data.filesystem or 'of unknown type'})"]
 
 
 def _stage_data(evidence: Evidence) -> str:
-    if evidence.workers is None or evidence.workers.data is None or not _over_network(evidence):
-        return ""
-    return f" Or copy {evidence.workers.data.path} to a disk of this machine before the job."
+    """What to do about data on a network file system; nothing for data that lies elsewhere."""
+    data = evidence.workers.data if evidence.workers else None
+    over_network = data is not None and data.kind == "network"
+    return f" Or copy {data.path} to a disk of this machine before the job." if data and over_network else ""
 
 
 # Where nothing but the source tells: calls into C, and libraries that sleep until a file is free.
@@ -358,8 +340,9 @@ _LOCKS = re.compile(r"\.acquire\(|\b(flock|lockf)\(|^with \S*lock", re.IGNORECAS
 def _contended_lock(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
     """The finding for workers of which only one at a time can go on; None where they seldom wait for a lock."""
     workers = evidence.workers
-    lines = [line for line in workers.lines if _is_a_lock(line)] if workers else []
-    line = max(lines, key=lambda line: line.seconds, default=None)
+    calls = [(line, line.call or "") for line in workers.lines] if workers else []
+    locks = [line for line, call in calls if (line.waits and call.startswith("with ")) or _LOCKS.search(call)]
+    line = max(locks, key=lambda line: line.seconds, default=None)
     if workers is None or line is None or line.seconds < LIMITS.contended_share * workers.fetch_s:
         return None
     facts = [f"of the workers' fetching, {line_cost(line, workers.fetch_s)}: there they wait for a lock"]
@@ -369,11 +352,6 @@ def _contended_lock(evidence: Evidence, loader: LoaderRecord, code: FindingCode)
         "or give each worker a file, a handle or a connection of its own."
     )
     return _waiting(evidence, code, facts, fix, line.where, _line_gain(evidence, line))
-
-
-def _is_a_lock(line: HotLine) -> bool:
-    call = line.call or ""
-    return (line.waits and call.startswith("with ")) or bool(_LOCKS.search(call))
 
 
 # --------------------------------------------------------------------------- handing over
@@ -463,8 +441,7 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         time_spent(evidence, "starting passes over the data", turnover_s),
         f"{loader.passes} passes, {seconds(turnover_s / (loader.passes - 1))} for each new one",
     ]
-    made_anew = made_for_each_pass(loader)
-    keeps = keeps_workers(loader)
+    made_anew, keeps = made_for_each_pass(loader), keeps_workers(loader)
     if loader.num_workers > 0 and keeps and (made_anew or not loader.persistent_workers):
         why = f"the DataLoader is made {loader.constructed} times" if made_anew else "persistent_workers=False"
         workers = "its worker is" if loader.num_workers == 1 else f"its {loader.num_workers} workers are"
@@ -549,12 +526,6 @@ def slow_storage(evidence: Evidence) -> Judgement:
     return _waiting(evidence, "slow_storage", facts, fix, where, gain_without_wait(evidence))
 
 
-def _mostly_cold(evidence: Evidence) -> bool:
-    """Whether most of the waiting is for files that only the first pass fetches from storage."""
-    cold = _cold_first_pass(evidence, evidence.workers) if evidence.workers else None
-    return cold is not None and cold.share >= LIMITS.recovered_low * evidence.data_wait_share
-
-
 def _cold_first_pass(evidence: Evidence, work: WorkerRecord) -> Finding | None:
     """The finding for files that only the first pass fetched from storage; None where the others did, too."""
     first, *later = work.read_bytes_by_pass or (0,)
@@ -602,22 +573,21 @@ def shm_small(evidence: Evidence) -> Judgement:
     ranks = max(round(evidence.machine.cpu.usable / max(evidence.usable_cpus, 0.01)), 1)
     queued = loader.num_workers * prefetch * ranks
     needed = queued * loader.batch_bytes
-    limit = LIMITS.shm_share
-    if needed < limit * total:
+    room = LIMITS.shm_share * total
+    if needed < room:
         return None
-    fits = max(int(limit * total / (loader.num_workers * ranks * loader.batch_bytes)), 0)
+    fits = int(room / (loader.num_workers * ranks * loader.batch_bytes))
+    fitting_workers = int(room / (ranks * loader.batch_bytes))
     facts = [
         f"{count('worker', loader.num_workers)} × {prefetch} batches ahead{f' × {ranks} ranks' if ranks > 1 else ''} × "
         f"{size(loader.batch_bytes)} = {size(needed)} in shared memory",
         f"/dev/shm has {size(total)}",
     ]
     fix = f"Give the container more shared memory (docker run --shm-size={math.ceil(2 * needed / 1e9)}g)"
-    if fits >= 1 and fits < prefetch:
+    if 1 <= fits < prefetch:
         fix += f", or lower prefetch_factor {prefetch} → {fits}{at(loader.where)}"
-    elif fits < 1:
-        workers = max(int(limit * total / (ranks * loader.batch_bytes)), 0)
-        if workers >= 1:
-            fix += f", or use num_workers={workers} with prefetch_factor=1{at(loader.where)}"
+    elif fits < 1 <= fitting_workers:
+        fix += f", or use num_workers={fitting_workers} with prefetch_factor=1{at(loader.where)}"
     # The batch in training and those being put together come on top: a job that died near the limit died of it.
     died = evidence.run.run.state in ("crashed", "killed")
     severity: Severity = "severe" if needed > total or died else "warn"
