@@ -6,7 +6,6 @@ import re
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import (
-    Gain,
     Judgement,
     amdahl,
     at,
@@ -46,7 +45,10 @@ def batch_too_small(evidence: Evidence) -> Judgement:
         return Abstention("batch_too_small", "the GPU's memory in use")
     if vram_share >= LIMITS.vram_mostly_free_share:
         return None
-    sm_active = _active_while_busy(gpu)
+    # How much of the GPU a kernel fills (%): what it idles between kernels is no fault of theirs.
+    sm_active = gpu.sm_active_pct if gpu else None
+    if gpu and sm_active is not None and gpu.util_pct:
+        sm_active = min(100.0 * sm_active / gpu.util_pct, 100.0)
     short_of_kernels = launch_share >= LIMITS.launch_share / 2
     if sm_active is None and not short_of_kernels:
         return Abstention("batch_too_small", "SM activity (GPM, on Hopper and newer)")
@@ -59,27 +61,15 @@ def batch_too_small(evidence: Evidence) -> Judgement:
     if sm_active is not None:
         facts.append(f"SMs are active {percent(sm_active / 100)} of the time that a kernel runs")
     facts.append(f"{percent(vram_share)} of the GPU's memory is in use")
-    where = evidence.loader.where if evidence.loader else None
-    predicted = by_removing(evidence.share(cost_s))
-    return found(evidence, "batch_too_small", cost_s, facts, _larger_batch(evidence), where, predicted)
-
-
-def _active_while_busy(gpu: GpuSummary | None) -> float | None:
-    """How much of the GPU a kernel fills (%): what it idles between kernels is no fault of theirs."""
-    if gpu is None or gpu.sm_active_pct is None:
-        return None
-    return min(100.0 * gpu.sm_active_pct / gpu.util_pct, 100.0) if gpu.util_pct else gpu.sm_active_pct
-
-
-def _larger_batch(evidence: Evidence) -> str:
-    loader = evidence.loader
-    attempt = "twice the batch"
-    if loader and loader.batch_size:
-        attempt = f"batch_size {loader.batch_size} → {2 * loader.batch_size}{at(loader.where)}"
-    return (
-        f"A suggestion, since it changes what is trained: try {attempt} while memory lasts, with the learning rate "
+    loader, larger, where = evidence.loader, "twice the batch", None
+    if loader:
+        where = loader.where
+        larger = f"batch_size {loader.batch_size} → {2 * loader.batch_size}{at(where)}" if loader.batch_size else larger
+    fix = (
+        f"A suggestion, since it changes what is trained: try {larger} while memory lasts, with the learning rate "
         "times √2 for Adam-like optimizers (× 2 for SGD). `fulltilt plan RUN` tells which batches fit."
     )
+    return found(evidence, "batch_too_small", cost_s, facts, fix, where, by_removing(evidence.share(cost_s)))
 
 
 # --------------------------------------------------------------------------- arithmetic that is too dear
@@ -103,12 +93,15 @@ def precision_unused(evidence: Evidence) -> Judgement:
     if precision.autocast is not None or "32" not in (precision.parameters or ""):
         return None
     half = "float16" if any(part in name for part in _FP16_ONLY) else "bfloat16"
-    tensor_cores = _tensor_core_share(evidence, gpu)
+    tensor_cores = evidence.rank.deep.tensor_core_share if evidence.rank.deep else None
+    if tensor_cores is None and gpu and gpu.tensor_active_pct is not None:
+        tensor_cores = gpu.tensor_active_pct / 100
     on_tensor_cores = bool(precision.tf32) or (tensor_cores or 0.0) >= LIMITS.tensor_cores_used_share
     compute_s = evidence.buckets.compute_s
+    tf32 = {None: "unknown", True: "on", False: "off"}[precision.tf32]
     facts = [
         time_spent(evidence, "compute", compute_s),
-        f"no autocast, parameters in {precision.parameters}, TF32 {_on_off(precision.tf32)}",
+        f"no autocast, parameters in {precision.parameters}, TF32 {tf32}",
     ]
     if tensor_cores is not None:
         facts.append(f"tensor cores are active {percent(tensor_cores)} of the training time")
@@ -118,9 +111,8 @@ def precision_unused(evidence: Evidence) -> Judgement:
     elif not on_tensor_cores:
         fix += ', or at least allow TF32: torch.set_float32_matmul_precision("high")'
     fix += ". It changes the rounding of what is trained, so compare the loss."
-    share = evidence.share(compute_s)
     speed = LIMITS.tf32_to_half_speed if on_tensor_cores else LIMITS.fp32_to_half_speed
-    predicted = by_speeding_up(share, *speed)
+    predicted = by_speeding_up(evidence.share(compute_s), *speed)
     # What it costs is what the faster arithmetic would save at the cautious end.
     return found(evidence, "precision_unused", compute_s * (1 - 1 / speed[0]), facts, fix, None, predicted)
 
@@ -188,15 +180,12 @@ def padding_waste(evidence: Evidence) -> Judgement:
         f"{percent(loader.padding_share)} of what the batches hold is padding",
         time_spent(evidence, "compute on padding", cost_s),
     ]
-    predicted: Gain | None = by_removing(evidence.share(cost_s))
+    predicted = None if loader.dataset == _OF_LIKE_LENGTH else by_removing(evidence.share(cost_s))
     if loader.dataset == _OF_LIKE_LENGTH:
-        fix, predicted = (
-            (
-                "Texts of like length share a batch already, but the lengths within one still differ: give a budget of "
-                "tokens in place of the batch size (tokens_per_batch), which makes batches of long texts smaller, or a "
-                "smaller batch size. Both change what is trained."
-            ),
-            None,
+        fix = (
+            "Texts of like length share a batch already, but the lengths within one still differ: give a budget of "
+            "tokens in place of the batch size (tokens_per_batch), which makes batches of long texts smaller, or a "
+            "smaller batch size. Both change what is trained."
         )
     elif loader.dataset == _WITHOUT_RESIDENCY and evidence.run.run.asked.residency == "none":
         fix = "Leave out residency: none. Then texts of like length share a batch."
@@ -251,16 +240,6 @@ def _compute_dominates(evidence: Evidence) -> bool:
     return evidence.share(evidence.buckets.compute_s) >= LIMITS.compute_dominates
 
 
-def _tensor_core_share(evidence: Evidence, gpu: GpuSummary | None) -> float | None:
-    if evidence.rank.deep and evidence.rank.deep.tensor_core_share is not None:
-        return evidence.rank.deep.tensor_core_share
-    return gpu.tensor_active_pct / 100 if gpu and gpu.tensor_active_pct is not None else None
-
-
-def _on_off(flag: bool | None) -> str:
-    return {None: "unknown", True: "on", False: "off"}[flag]
-
-
 # --------------------------------------------------------------------------- copies
 
 
@@ -273,13 +252,6 @@ def transfer_blocking(evidence: Evidence) -> Judgement:
     transfer = evidence.rank.transfer
     if transfer is None:
         return Abstention("transfer_blocking", "how the batches were copied (pinned or not, blocking or not)")
-    facts = [time_spent(evidence, "copying to the GPU", cost_s), _copies(evidence, transfer)]
-    fix = _overlap_copies(evidence, transfer)
-    predicted = by_removing(share)
-    return found(evidence, "transfer_blocking", cost_s, facts, fix, transfer.where, predicted)
-
-
-def _copies(evidence: Evidence, transfer: TransferRecord) -> str:
     parts = [f"{number(transfer.copies / max(evidence.throughput.steps, 1))} copies a step"]
     if transfer.bytes is not None and transfer.copies:
         parts.append(f"{size(transfer.bytes / transfer.copies)} each")
@@ -287,7 +259,9 @@ def _copies(evidence: Evidence, transfer: TransferRecord) -> str:
         parts.append(f"{percent(transfer.pageable_share)} from pageable memory")
     if transfer.blocking_share is not None:
         parts.append(f"{percent(transfer.blocking_share)} blocking")
-    return ", ".join(parts)
+    facts = [time_spent(evidence, "copying to the GPU", cost_s), ", ".join(parts)]
+    fix = _overlap_copies(evidence, transfer)
+    return found(evidence, "transfer_blocking", cost_s, facts, fix, transfer.where, by_removing(share))
 
 
 def _overlap_copies(evidence: Evidence, transfer: TransferRecord) -> str:
@@ -347,8 +321,7 @@ def sync_point(evidence: Evidence) -> Judgement:
     where = lines[0].where if lines else None
     call = (lines[0].call or lines[0].function) if lines else "the call"
     fix = f"{call}{at(where)}: {instead_of(call, share)}."
-    predicted = by_removing(share)
-    return found(evidence, "sync_point", cost_s, facts, fix, where, predicted)
+    return found(evidence, "sync_point", cost_s, facts, fix, where, by_removing(share))
 
 
 def instead_of(call: str, share: float) -> str:
@@ -376,23 +349,17 @@ def launch_bound(evidence: Evidence) -> Judgement:
         facts.append(f"{traced.kernels} kernels a step of {seconds(traced.busy_s / traced.kernels)} each")
     if words := gpu_step_words(evidence.run):
         facts.append(words)
-    predicted = by_removing(share)
-    return found(evidence, "launch_bound", cost_s, facts, _fewer_launches(evidence), None, predicted)
-
-
-def _fewer_launches(evidence: Evidence) -> str:
     rank = evidence.rank
-    steps = []
-    if rank.precision is None or not rank.precision.compiled:
-        steps.append('capture the step in CUDA graphs: model = torch.compile(model, mode="reduce-overhead")')
-    else:
-        steps.append('the model is compiled; mode="reduce-overhead" also captures it in CUDA graphs')
+    fixes = ['capture the step in CUDA graphs: model = torch.compile(model, mode="reduce-overhead")']
+    if rank.precision and rank.precision.compiled:
+        fixes = ['the model is compiled; mode="reduce-overhead" also captures it in CUDA graphs']
     fusible = [name for name in rank.optimizers if name in ("Adam", "AdamW", "SGD", "Adagrad")]
     if fusible:
-        steps.append(f"update all parameters in one kernel: {fusible[0]}(..., fused=True)")
+        fixes.append(f"update all parameters in one kernel: {fusible[0]}(..., fused=True)")
     if evidence.loader and evidence.loader.batch_size:
-        steps.append(f"if the training allows it, try a batch larger than {evidence.loader.batch_size}")
-    return capital(f"{'; '.join(steps)}.")
+        fixes.append(f"if the training allows it, try a batch larger than {evidence.loader.batch_size}")
+    fix = capital(f"{'; '.join(fixes)}.")
+    return found(evidence, "launch_bound", cost_s, facts, fix, None, by_removing(share))
 
 
 # --------------------------------------------------------------------------- a GPU that is slowed down or shared
@@ -409,26 +376,20 @@ def throttled(evidence: Evidence) -> Judgement:
         return None
     readings = [reading for sample in training_samples(evidence.run) for reading in sample.gpus]
     clock = clock_ratio(reading for reading in readings if reading.uuid == worst.uuid)
-    facts = [
-        f"GPU {worst.index} was slowed down in {percent(share)} of the readings: {_reasons(worst.throttle_reasons)}"
-    ]
+    reasons = ", ".join(worst.throttle_reasons).replace("_", " ") or "no reason given"
+    facts = [f"GPU {worst.index} was slowed down in {percent(share)} of the readings: {reasons}"]
     if clock is not None:
         facts.append(f"its clock was at {percent(clock)} of its maximum")
     if worst.temperature_peak_c is not None:
         facts.append(f"it reached {number(worst.temperature_peak_c)} °C")
     hot = any("thermal" in reason.lower() for reason in worst.throttle_reasons)
-    fix = (
-        "Cool the GPU: clear its air flow, raise the fan speed or lower the room's temperature."
-        if hot
-        else "Give the GPU its power: raise the limit (nvidia-smi -pl), check the supply and its cables."
-    ) + " Until then its timings say nothing about the job."
-    compute_share = evidence.share(evidence.buckets.compute_s)
-    predicted = by_speeding_up(compute_share, 1.0, 1 / clock) if clock else None
-    return found(evidence, "throttled", share * evidence.buckets.compute_s, facts, fix, None, predicted)
-
-
-def _reasons(reasons: tuple[str, ...]) -> str:
-    return ", ".join(reason.replace("_", " ") for reason in reasons) or "no reason given"
+    fix = "Give the GPU its power: raise the limit (nvidia-smi -pl), check the supply and its cables."
+    if hot:
+        fix = "Cool the GPU: clear its air flow, raise the fan speed or lower the room's temperature."
+    fix += " Until then its timings say nothing about the job."
+    compute_s = evidence.buckets.compute_s
+    predicted = by_speeding_up(evidence.share(compute_s), 1.0, 1 / clock) if clock else None
+    return found(evidence, "throttled", share * compute_s, facts, fix, None, predicted)
 
 
 def gpu_shared(evidence: Evidence) -> Judgement:
@@ -444,20 +405,18 @@ def gpu_shared(evidence: Evidence) -> Judgement:
     facts = [f"GPU {crowded.index} also runs {_process(p.name, p.pid, p.vram_used_bytes)}" for p in others[:3]]
     if len(others) > 3:
         facts.append(f"and {len(others) - 3} more")
-    fix = (
-        "Give the job a GPU of its own (CUDA_VISIBLE_DEVICES), or wait for the other "
-        f"{'process' if len(others) == 1 else 'processes'} to end: timings beside others are not the job's own."
-    )
+    wait = f"wait for the other {'process' if len(others) == 1 else 'processes'} to end"
+    own = "Give the job a GPU of its own (CUDA_VISIBLE_DEVICES)"
+    fix = f"{own}, or {wait}: timings beside others are not the job's own."
     # Processes that compute take turns; an idle one, such as a notebook somebody left open, only takes memory.
     use_pct = use_before_the_job(evidence.run, crowded.uuid)
     if use_pct is not None:
         facts.append(f"before the job came to it, that GPU was busy {percent(use_pct / 100)} of the time")
         if use_pct < LIMITS.idle_gpu_pct:
             return found(evidence, "gpu_shared", 0.0, facts, fix, severity="info")
-    taken = len(others) / (len(others) + 1)
-    share = evidence.share(evidence.buckets.compute_s) * taken
-    cost_s = evidence.buckets.compute_s * taken
-    return found(evidence, "gpu_shared", cost_s, facts, fix, None, gain(1.0, amdahl(share)), "warn")
+    cost_s = evidence.buckets.compute_s * len(others) / (len(others) + 1)
+    predicted = gain(1.0, amdahl(evidence.share(cost_s)))
+    return found(evidence, "gpu_shared", cost_s, facts, fix, None, predicted, "warn")
 
 
 def _process(name: str | None, pid: int, vram_bytes: int | None) -> str:
