@@ -70,11 +70,18 @@ Judgement = Finding | Abstention | None
 Severity = Literal["info", "warn", "severe"]
 
 
-def severity_of(share: float) -> Severity:
-    """How loud: by the share of the time after start-up that the cause costs."""
-    if share >= LIMITS.severe_share:
-        return "severe"
-    return "warn" if share >= LIMITS.warn_share else "info"
+# Where time is spent, as a rank's or a step's work is told.
+BUCKET_WORDS = {
+    "data_wait_s": "waiting for data",
+    "transfer_s": "copying to the GPU",
+    "compute_s": "compute",
+    "sync_s": "waiting for the GPU",
+    "host_code_s": "code of the script's own",
+    "validation_s": "validation",
+    "checkpoint_s": "saving",
+    "epoch_turnover_s": "starting passes",
+    "communication_s": "the exchange between ranks",
+}
 
 
 def found(
@@ -87,16 +94,11 @@ def found(
     gain: Gain | None = None,
     severity: Severity | None = None,
 ) -> Finding:
-    """A finding that costs ``cost_s`` seconds."""
-    return Finding(
-        code=code,
-        share=evidence.share(cost_s),
-        severity=severity or severity_of(evidence.share(cost_s)),
-        evidence=tuple(facts),
-        where=where,
-        fix=fix,
-        predicted_speedup=gain,
-    )
+    """A finding that costs ``cost_s`` seconds; how loud it is follows from their share, unless it is given."""
+    share = evidence.share(cost_s)
+    if severity is None:
+        severity = "severe" if share >= LIMITS.severe_share else "warn" if share >= LIMITS.warn_share else "info"
+    return Finding(code, share, severity, tuple(facts), where, fix, gain)
 
 
 _FATAL = ("memory_pressure", "worker_memory_growth", "shm_small")

@@ -5,22 +5,21 @@ from __future__ import annotations
 from statistics import fmean
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.findings import Judgement, at, by_removing, found, line_cost, share_left, time_spent
+from fulltilt.diagnosis.findings import (
+    BUCKET_WORDS,
+    Judgement,
+    at,
+    by_removing,
+    found,
+    line_cost,
+    share_left,
+    time_spent,
+)
 from fulltilt.diagnosis.rank_steps import LEAST_EVENTS
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import count, percent, seconds
-from fulltilt.records import BUCKETS, Abstention, FindingCode, RankSummary
+from fulltilt.records import Abstention, FindingCode, RankSummary
 
-_NAMES = {
-    "data_wait_s": "waiting for data",
-    "transfer_s": "copying",
-    "compute_s": "compute",
-    "sync_s": "waiting for its GPU",
-    "host_code_s": "code of the script's own",
-    "validation_s": "validation",
-    "checkpoint_s": "saving",
-    "epoch_turnover_s": "starting passes",
-}
 _ADVICE = {
     "data_wait_s": "give it the same storage, CPUs and workers as the others, and shares of the data of equal cost",
     "compute_s": "balance the batches (equal lengths and sizes on every rank), and check the clock of its GPU",
@@ -66,7 +65,7 @@ def straggler(evidence: Evidence) -> Judgement:
         f"the others wait for {who} {percent(share)} of the time after start-up",
         f"it works {seconds(evidence.per_step(slowest.own_work_s))} a step, the others "
         f"{seconds(evidence.per_step(fmean(rank.own_work_s for rank in others)))}",
-        f"{_NAMES[cause]} takes {seconds(evidence.per_step(excess_s))} a step more on {_rank(slowest)}",
+        f"{BUCKET_WORDS[cause]} takes {seconds(evidence.per_step(excess_s))} a step more on rank {slowest.rank}",
     ]
     if slowest.own_past_speed is not None and slowest.own_past_speed < LIMITS.slowed_down:
         facts.append(f"it has become slower: {percent(slowest.own_past_speed)} of its speed in the first steps")
@@ -74,9 +73,8 @@ def straggler(evidence: Evidence) -> Judgement:
     lines = sorted(record.host_lines, key=lambda line: -line.seconds) if cause == "host_code_s" else []
     facts += [line_cost(line) for line in lines[:1]]
     fix = f"Look at {who}: {_ADVICE.get(cause, 'make its work as light as the others have it')}."
-    predicted = by_removing(share)
     where = lines[0].where if lines else None
-    return found(evidence, "straggler", waits_s, facts, fix, where, predicted)
+    return found(evidence, "straggler", waits_s, facts, fix, where, by_removing(share))
 
 
 def _uneven(evidence: Evidence) -> Judgement:
@@ -92,7 +90,7 @@ def _uneven(evidence: Evidence) -> Judgement:
     facts = [
         f"in {percent(share)} of the time after start-up all ranks wait for the data of one, now this, now that",
         "of the steps with a late rank it was "
-        + ", ".join(f"{_rank(rank)} in {percent(rank.last_share or 0.0)}" for rank in often),
+        + ", ".join(f"rank {rank.rank} in {percent(rank.last_share or 0.0)}" for rank in often),
     ]
     fix = (
         "No rank is to blame: batches take unevenly long to load, and each step waits for the slowest of them. Let "
@@ -101,16 +99,12 @@ def _uneven(evidence: Evidence) -> Judgement:
     return found(evidence, "straggler", waits_s, facts, fix, None, by_removing(share))
 
 
-def _rank(rank: RankSummary) -> str:
-    return f"rank {rank.rank}"
-
-
 def _who(evidence: Evidence, late: list[RankSummary]) -> str:
     """``rank 3``, ``rank 3 on gpu02`` where there are several machines, or ``gpu02`` with all its ranks."""
     several = len({rank.hostname for rank in evidence.ranks}) > 1
     if len(late) > 1:
         return f"{late[0].hostname} (ranks {', '.join(str(rank.rank) for rank in late)})"
-    return f"{_rank(late[0])} on {late[0].hostname}" if several else _rank(late[0])
+    return f"rank {late[0].rank} on {late[0].hostname}" if several else f"rank {late[0].rank}"
 
 
 def communication_bound(evidence: Evidence) -> Judgement:
@@ -139,8 +133,7 @@ def communication_bound(evidence: Evidence) -> Judgement:
             f"(k = 4: {percent(share)} → {percent(share_left(share, 4))}). Or exchange less: model.register_comm_hook("
             "None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook) halves the bytes."
         )
-    predicted = by_removing(share * 0.75)
-    return found(evidence, "communication_bound", exposed_s, facts, fix, None, predicted)
+    return found(evidence, "communication_bound", exposed_s, facts, fix, None, by_removing(share * 0.75))
 
 
 def find_unused_parameters(evidence: Evidence) -> Judgement:
@@ -185,5 +178,5 @@ def _what_differs(slowest: RankSummary, others: list[RankSummary]) -> tuple[str,
         own: float = getattr(slowest.buckets, bucket)
         return own - fmean(getattr(rank.buckets, bucket) for rank in others)
 
-    worst = max((bucket for bucket in BUCKETS if bucket in _NAMES), key=excess_s)
+    worst = max((bucket for bucket in BUCKET_WORDS if bucket != "communication_s"), key=excess_s)
     return worst, excess_s(worst)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import (
+    BUCKET_WORDS,
     Judgement,
     amdahl,
     at,
@@ -26,15 +28,6 @@ from fulltilt.records import Abstention, HotLine, LoaderRecord
 
 # --------------------------------------------------------------------------- longer and longer steps
 
-_GROWS = {
-    "data_wait_s": "waiting for data",
-    "transfer_s": "copying to the GPU",
-    "compute_s": "compute",
-    "sync_s": "waiting for the GPU",
-    "host_code_s": "code of the script's own",
-    "communication_s": "the exchange between ranks",
-}
-
 
 def slowing_down(evidence: Evidence) -> Judgement:
     """Steps take longer and longer: early ones against late ones, by bucket, with the line that grows."""
@@ -43,7 +36,7 @@ def slowing_down(evidence: Evidence) -> Judgement:
         return None
     facts = [
         f"a step took {seconds(slower.early_s)} in the first quarter of the run, {seconds(slower.late_s)} in the last",
-        f"{_GROWS[slower.bucket]} grew by {seconds(slower.grown_s)} a step, more than all else",
+        f"{BUCKET_WORDS[slower.bucket]} grew by {seconds(slower.grown_s)} a step, more than all else",
     ]
     lines: tuple[HotLine, ...] = ()
     if slower.bucket == "host_code_s":
@@ -61,7 +54,7 @@ def slowing_down(evidence: Evidence) -> Judgement:
             "now and then), and look for state that the model collects in forward."
         )
         return found(evidence, "slowing_down", slower.lost_s, facts, fix, None, None, "info")
-    place = f"{lines[0].call or lines[0].function}{at(where)}" if lines else _GROWS[slower.bucket]
+    place = f"{lines[0].call or lines[0].function}{at(where)}" if lines else BUCKET_WORDS[slower.bucket]
     fix = (
         f"{place} takes longer the longer the job runs: look for what grows and is gone through each time (a list, a "
         "dict, a file, a log). Go through it less often, such as once an epoch, keep a running sum in its place, or "
@@ -103,8 +96,7 @@ _SELDOM = (
 
 def host_code(evidence: Evidence) -> Judgement:
     """The script's own Python between steps, while nothing computes. Slow kernel launches are not counted here."""
-    launch_s = evidence.launch_s
-    lines = evidence.host_lines
+    launch_s, lines = evidence.launch_s, evidence.host_lines
     if evidence.on_gpu and launch_s is None and not lines:
         return Abstention("host_code", "what the host did while the GPU idled (launching, or code of the script's own)")
     cost_s = evidence.buckets.host_code_s - (launch_s or 0.0) - _collecting_s(evidence)
@@ -113,8 +105,7 @@ def host_code(evidence: Evidence) -> Judgement:
     share = evidence.share(cost_s)
     if share < LIMITS.host_code_share:
         return None
-    facts = [time_spent(evidence, "code of the script's own", cost_s)]
-    facts += costliest_lines(lines, cost_s)
+    facts = [time_spent(evidence, "code of the script's own", cost_s), *costliest_lines(lines, cost_s)]
     if not lines:
         facts.append("no stack was sampled, so the line is not known")
     predicted = by_removing(share)
@@ -131,19 +122,16 @@ def host_code(evidence: Evidence) -> Judgement:
             "plots, copies), or what data it is given."
         )
         return found(evidence, "host_code", cost_s, facts, fix, where or lines[0].where, predicted)
-    fix = (
-        _speed_up_line(lines[0], share, _is_seldom(evidence), fed=evidence.loader is not None)
-        if lines
-        else f"Find the slow code: {_OTHERWISE.format(every=100)}."
-    )
+    fix = f"Find the slow code: {_OTHERWISE.format(every=100)}."
+    if lines:
+        fix = _speed_up_line(lines[0], share, _is_seldom(evidence), fed=evidence.loader is not None)
     return found(evidence, "host_code", cost_s, facts, fix, lines[0].where if lines else None, predicted)
 
 
 def _most_in_one_function(lines: tuple[HotLine, ...]) -> float:
-    by_function: dict[tuple[str, str], float] = {}
+    by_function: dict[tuple[str, str], float] = defaultdict(float)
     for line in lines:
-        key = line.where.rpartition(":")[0], line.function
-        by_function[key] = by_function.get(key, 0.0) + line.seconds
+        by_function[line.where.rpartition(":")[0], line.function] += line.seconds
     return max(by_function.values(), default=0.0)
 
 
@@ -195,8 +183,7 @@ def recompiling(evidence: Evidence) -> Judgement:
         "torch._dynamo.mark_dynamic(tensor, dim) for a size that varies. Or pad batches to fixed shapes, "
         "and leave out the last, smaller one (drop_last=True)."
     )
-    predicted = by_removing(share)
-    return found(evidence, "recompiling", share * evidence.active_s, facts, fix, lines[0].where, predicted)
+    return found(evidence, "recompiling", share * evidence.active_s, facts, fix, lines[0].where, by_removing(share))
 
 
 # --------------------------------------------------------------------------- garbage collection
@@ -276,7 +263,9 @@ def validation_heavy(evidence: Evidence) -> Judgement:
             fix += f" {library.validate}."
     asked = evidence.run.run.asked
     in_memory = engine and (asked.residency != "none" or asked.num_workers)  # nothing is left to do for workers
-    if loader and loader.num_workers == 0 and not in_memory and _waits(loader, cost_s):
+    waited_s = loader.wait_s + loader.first_wait_s + loader.restart_s if loader else 0.0
+    waits = waited_s >= LIMITS.waiting_validation_share * cost_s  # workers help with nothing else
+    if loader and loader.num_workers == 0 and not in_memory and (loader.role == "train" or waits):
         call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
         fix += f" Its loader{at(loader.where)} has no workers: {call}."
     if loader is None:
@@ -289,18 +278,11 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
 
 
-def _waits(loader: LoaderRecord, validation_s: float) -> bool:
-    """Whether validation waits for its data: workers help with nothing else."""
-    waited_s = loader.wait_s + loader.first_wait_s + loader.restart_s
-    return loader.role == "train" or waited_s >= LIMITS.waiting_validation_share * validation_s
-
-
 def _validation_loader(evidence: Evidence) -> LoaderRecord | None:
     """The loader that validation draws most from; it may be one that trains as well."""
     loaders = evidence.rank.loaders
-    only_evaluate = [loader for loader in loaders if loader.role == "eval"]
-    also_evaluate = [loader for loader in loaders if loader.role == "train" and loader.eval_batches]
-    own = max(only_evaluate, key=lambda loader: loader.batches, default=None)
+    own = max((loader for loader in loaders if loader.role == "eval"), key=lambda one: one.batches, default=None)
+    also_evaluate = (loader for loader in loaders if loader.role == "train" and loader.eval_batches)
     return own or max(also_evaluate, key=lambda loader: loader.eval_batches, default=None)
 
 
@@ -314,8 +296,7 @@ def checkpoint_stall(evidence: Evidence) -> Judgement:
     if share < LIMITS.checkpoint_share or _only_ends_the_job(evidence, "checkpoint_s"):
         return None
     lines = sorted(evidence.rank.checkpoint_lines, key=lambda line: -line.seconds)
-    facts = [time_spent(evidence, "saving", cost_s)]
-    facts += costliest_lines(lines, cost_s)
+    facts = [time_spent(evidence, "saving", cost_s), *costliest_lines(lines, cost_s)]
     every = rarer(share, LIMITS.checkpoint_target_share)
     left = share_left(share, every)
     where = lines[0].where if lines else None
