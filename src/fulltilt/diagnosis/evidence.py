@@ -174,14 +174,16 @@ def gather(run: Run) -> Evidence:
     ledger = ledgers.make_ledger(run, each)
     rank_steps = align(run)
     ranks = compare_ranks(run, each, rank_steps)
-    rank, own = _pace_setter(run, ranks)
+    pace_setter = next((place for place, summary in enumerate(ranks) if summary.slowest), None)
+    rank, own = (_NO_RANK, ()) if pace_setter is None else (run.ranks[pace_setter], run.spans[pace_setter])
     loader, workers, live, supply = _input_of(rank, own)
     cpu = _machine_of(run, rank).cpu
     beside = max(sum(other.hostname == rank.hostname for other in run.ranks), 1)  # ranks that share the machine
     bound = max(cpu.affinity, cpu.allotted or 0)
     usable_cpus, allowed_cpus = cpu.usable / beside, min(bound, cpu.quota or bound) / beside
     host = summarise_host(run)
-    wait_share = _ratio(ledger.buckets.data_wait_s, ledger.wall_s - ledger.buckets.startup_s)
+    wait_s = ledger.buckets.data_wait_s
+    wait_share = _ratio(wait_s, ledger.wall_s - ledger.buckets.startup_s)
     rate = ledgers.rate_while_drawing(run)
     delivered = rate / max(len(_training_ranks(run)), 1) if rate is not None else None
     return Evidence(
@@ -200,7 +202,7 @@ def gather(run: Run) -> Evidence:
         supply=supply,
         limit=find_limit(
             wait_share,
-            _ratio(waited_behind_loaders_s(rank, ledger.buckets.data_wait_s), ledger.buckets.data_wait_s),
+            _ratio(waited_behind_loaders_s(rank, wait_s), wait_s),
             loader,
             supply,
             delivered,
@@ -289,11 +291,6 @@ def _training_ranks(run: Run) -> list[tuple[RankRecord, tuple[Span, ...]]]:
 
 # Stands for the rank of a run in which no process was recorded.
 _NO_RANK = RankRecord(0, 1, 0, "", "cpu", None, t0_s=0.0, t1_s=0.0, finished=False, steps=0, backwards=0)
-
-
-def _pace_setter(run: Run, ranks: tuple[RankSummary, ...]) -> tuple[RankRecord, tuple[Span, ...]]:
-    slowest = next((place for place, summary in enumerate(ranks) if summary.slowest), None)
-    return (_NO_RANK, ()) if slowest is None else (run.ranks[slowest], run.spans[slowest])
 
 
 def _machine_of(run: Run, rank: RankRecord) -> Machine:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 from fulltilt.diagnosis.ledger import training_window
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import percent
-from fulltilt.records import CpuCapacity, GpuProcess, GpuReading, GpuSummary, HostReading, PrecisionRecord, Run, Sample
+from fulltilt.records import CpuCapacity, GpuReading, GpuSummary, HostReading, PrecisionRecord, Run, Sample
 
 # Limits that every busy GPU runs into sooner or later: throttling only when the clock falls far for them.
 _LIMITS = ("power_cap", "board_limit", "reliability", "sync_boost")
@@ -47,11 +47,9 @@ def summarise_gpus(run: Run) -> tuple[GpuSummary, ...]:
 
     When the ranks say which GPUs they use only those are listed, otherwise every GPU that was sampled.
     """
-    readings: dict[str, list[GpuReading]] = {}
     machines = [run.run.machine, *(task.machine for task in run.tasks)]
     named = {reading.uuid: reading for machine in machines for reading in machine.gpus}
-    for uuid in named:
-        readings[uuid] = []
+    readings: dict[str, list[GpuReading]] = {uuid: [] for uuid in named}
     for sample in training_samples(run):
         for reading in sample.gpus:
             readings.setdefault(reading.uuid, []).append(reading)
@@ -65,31 +63,29 @@ def summarise_gpus(run: Run) -> tuple[GpuSummary, ...]:
         if used and uuid not in used:
             continue
         first = seen[0] if seen else named[uuid]
-        summary = _summarise(first, [reading for reading in seen if not reading.lost])
-        foreign = tuple(process for process in summary.foreign_processes if process.pid not in ranks)
-        summaries.append(replace(summary, foreign_processes=foreign))
+        summaries.append(_summarise(first, [reading for reading in seen if not reading.lost], ranks))
     return tuple(sorted(summaries, key=lambda gpu: (gpu.index, gpu.uuid)))
 
 
-def _summarise(first: GpuReading, seen: list[GpuReading]) -> GpuSummary:
+def _summarise(first: GpuReading, seen: list[GpuReading], ranks: set[int]) -> GpuSummary:
     vram = _present(reading.vram_used_bytes for reading in seen)
     energy = _present(reading.energy_j for reading in seen)
-    slowed = [slowing_reasons(reading) for reading in seen]
-    known = [reasons for reasons in slowed if reasons is not None]
-    mean_vram = mean(vram)
+    known = [reasons for reading in seen if (reasons := slowing_reasons(reading)) is not None]
+    # Processes of others, each once, as last seen.
+    others = {p.pid: p for reading in seen for p in reading.processes or () if not p.ours and p.pid not in ranks}
     return GpuSummary(
         uuid=first.uuid,
         name=first.name,
         index=first.index,
         **{name: mean(_present(getattr(reading, name) for reading in seen)) for name in _MEANS},
-        vram_used_bytes=round(mean_vram) if mean_vram is not None else None,
+        vram_used_bytes=round(fmean(vram)) if vram else None,
         vram_peak_bytes=round(max(vram)) if vram else None,
         vram_total_bytes=next((r.vram_total_bytes for r in (*seen, first) if r.vram_total_bytes), None),
         energy_j=max(energy) - min(energy) if energy else None,
         temperature_peak_c=max(_present(r.temperature_c for r in seen), default=None),
         throttled_share=sum(1 for reasons in known if reasons) / len(known) if known else None,
         throttle_reasons=tuple(sorted({reason for reasons in known for reason in reasons})),
-        foreign_processes=_foreign(seen),
+        foreign_processes=tuple(others[pid] for pid in sorted(others)),
     )
 
 
@@ -100,13 +96,10 @@ def slowing_reasons(reading: GpuReading) -> tuple[str, ...] | None:
     clock = clock_ratio([reading])
     slow = clock is not None and clock < LIMITS.power_capped_clock
     # A board that draws all it was made for lowers its clock under every dense model: that is its full speed.
-    full = _at_least(reading.power_limit_w, reading.power_default_w)
+    limit_w, default_w = reading.power_limit_w, reading.power_default_w
+    full = limit_w is not None and default_w is not None and limit_w >= default_w
     usual = _LIMITS if not slow else ("power_cap",) if full else ()
     return tuple(reason for reason in reading.throttle_reasons if reason not in usual)
-
-
-def _at_least(value: float | None, least: float | None) -> bool:
-    return value is not None and least is not None and value >= least
 
 
 def clock_ratio(readings: Iterable[GpuReading]) -> float | None:
@@ -117,12 +110,6 @@ def clock_ratio(readings: Iterable[GpuReading]) -> float | None:
         if r.sm_clock_mhz is not None and r.sm_clock_max_mhz
     ]
     return mean(ratios)
-
-
-def _foreign(seen: list[GpuReading]) -> tuple[GpuProcess, ...]:
-    """Processes of others, each once, as last seen."""
-    latest = {p.pid: p for reading in seen for p in reading.processes or () if not p.ours}
-    return tuple(latest[pid] for pid in sorted(latest))
 
 
 def vram_used_share(gpu: GpuSummary) -> float | None:
@@ -191,7 +178,7 @@ def is_it_real(gpu: GpuSummary) -> str | None:
 def mean(values: Iterable[float]) -> float | None:
     """The arithmetic mean; None of nothing."""
     values = list(values)
-    return sum(values) / len(values) if values else None
+    return fmean(values) if values else None
 
 
 def _present(values: Iterable[float | None]) -> list[float]:

@@ -158,9 +158,8 @@ def _rated(spans: Spans) -> _Rated:
         return _Rated(steps, samples, 0.0, 0.0)
     t0_s, t1_s = window
     startup_s = sum(span.buckets.startup_s for span in later if t0_s <= span.t0_s and span.t1_s <= t1_s)
-    left_out = len(spans) - len(later)
-    begin_s = min(spans[left_out - 1].t1_s, t0_s) if left_out else t0_s
-    length_s = max(t1_s - t0_s - startup_s, 0.0) + t0_s - begin_s
+    first_ends_s = spans[len(spans) - len(later) - 1].t1_s if later is not spans else t0_s
+    length_s = max(t1_s - t0_s - startup_s, 0.0) + max(t0_s - first_ends_s, 0.0)
     return _Rated(steps, samples, length_s, sum(paused_s(span.buckets) for span in later if span.t1_s <= t1_s))
 
 
@@ -222,16 +221,11 @@ def count_samples(spans: Iterable[Span]) -> int | None:
 def mean_step(run: Run) -> Phases | None:
     """One training step of rank 0, the mean over all of them. None when no phases were recorded."""
     spans = [span for span in (run.spans[0] if run.spans else ()) if span.steps > 0 and span.phases is not None]
-    steps = sum(span.steps for span in spans)
-    if steps == 0:
+    if not spans:
         return None
-    phases = [span.phases for span in spans if span.phases is not None]
-
-    def mean(phase: str) -> float | None:
-        lengths_s = [getattr(one, phase) for one in phases]
-        return None if None in lengths_s else sum(lengths_s) / steps
-
-    return Phases(*(mean(phase.name) for phase in fields(Phases)))  # type: ignore[arg-type]
+    steps = sum(span.steps for span in spans)
+    columns = ([getattr(span.phases, phase.name) for span in spans] for phase in fields(Phases))
+    return Phases(*(None if None in lengths_s else sum(lengths_s) / steps for lengths_s in columns))
 
 
 def mean_gpu_step(run: Run) -> GpuStep | None:
@@ -316,7 +310,13 @@ def find_slowdown(spans: Spans) -> Slowdown | None:
     if not all(windows):
         return None
     steps = sum(span.steps for span in stepping)
-    each = [[_per_size(window, name) * total / steps for window in windows] for name in _OF_A_STEP]
+    each = [
+        [
+            sum(getattr(span.buckets, name) for span, _ in window) / sum(size for _, size in window) * total / steps
+            for window in windows
+        ]
+        for name in _OF_A_STEP
+    ]
     whole = [sum(column) for column in zip(*each, strict=True)]
     quarter = _WINDOWS // 4
     early_s, late_s = sum(whole[:quarter]) / quarter, sum(whole[-quarter:]) / quarter
@@ -331,11 +331,6 @@ def find_slowdown(spans: Spans) -> Slowdown | None:
         return None
     lost_s = sum(max(step_s - early_s, 0.0) for step_s in whole) * steps / _WINDOWS
     return Slowdown(early_s, late_s, _OF_A_STEP[place], grown_s, lost_s)
-
-
-def _per_size(window: list[tuple[Span, float]], bucket: str) -> float:
-    spent_s = float(sum(getattr(span.buckets, bucket) for span, _ in window))
-    return spent_s / sum(size for _, size in window)
 
 
 # --------------------------------------------------------------------------- a job's attempts, and its goodput

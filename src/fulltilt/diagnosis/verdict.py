@@ -31,7 +31,8 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
             told += ", with what the ranks wait for each other's parameters in it, which is not measured"
         return Verdict("unexplained", share, f"{told}{ended}.")
     first = findings[0]
-    return Verdict(first.code, first.share, f"{_sentence(evidence, first)}{_tuned(evidence)}{ended}.")
+    tuned = "" if evidence.live is None else f"; {live_words(evidence.live)}"
+    return Verdict(first.code, first.share, f"{_sentence(evidence, first)}{tuned}{ended}.")
 
 
 # --------------------------------------------------------------------------- sentences
@@ -121,39 +122,26 @@ def _gain(evidence: Evidence, share: float) -> str:
     rate, ceiling = rate_while_drawing(evidence.run), evidence.ceilings.compute_samples_per_s
     if rate and ceiling and ceiling > rate:
         taker = "the GPU" if evidence.on_gpu else "compute"
+        # Without workers loading and computing take turns: the rate is the job's, but for its pauses.
+        pauses = rate > (evidence.throughput.samples_per_s or rate) * (1 + LIMITS.rate_error)
+        giver = "between validations and saves training gets" if pauses else "training gets"
+        if evidence.loader and evidence.loader.num_workers > 0:
+            giver = "the loader gives"
         most = times(min(ceiling / rate, amdahl(share)))
-        return (
-            f"; at most {most} as fast without it: {_giver(evidence, rate)} {number(rate)} samples/s, "
-            f"{taker} could take {number(ceiling)}"
-        )
+        rates = f"{giver} {number(rate)} samples/s, {taker} could take {number(ceiling)}"
+        return f"; at most {most} as fast without it: {rates}"
     return f"; at most {times(amdahl(share))} as fast without it"
 
 
-def _giver(evidence: Evidence, rate: float) -> str:
-    """Whose rate it is. Without workers loading and computing take turns: it is the job's, but for its pauses."""
-    if evidence.loader and evidence.loader.num_workers > 0:
-        return "the loader gives"
-    pauses = rate > (evidence.throughput.samples_per_s or rate) * (1 + LIMITS.rate_error)
-    return "between validations and saves training gets" if pauses else "training gets"
-
-
 def _compute_bound(evidence: Evidence, share: float) -> str:
-    reached = evidence.share_of_ceiling
-    rate = ""
+    reached, rate = evidence.share_of_ceiling, ""
     if reached is not None:
-        rate = (
-            f"; {number(evidence.throughput.samples_per_s or 0.0)} samples/s, {percent(reached)} of the compute ceiling"
-        )
+        speed = number(evidence.throughput.samples_per_s or 0.0)
+        rate = f"; {speed} samples/s, {percent(reached)} of the compute ceiling"
+    told = f"{percent(share)} of the time after start-up"
     if share >= LIMITS.full_tilt_share:
-        return f"{title('compute_bound')}: {percent(share)} of the time after start-up is compute{rate}"
-    return (
-        f"Mostly compute: {percent(share)} of the time after start-up, and no single cause takes much of the rest{rate}"
-    )
-
-
-def _tuned(evidence: Evidence) -> str:
-    """What live tuning did to the run, where it was asked for."""
-    return "" if evidence.live is None else f"; {live_words(evidence.live)}"
+        return f"{title('compute_bound')}: {told} is compute{rate}"
+    return f"Mostly compute: {told}, and no single cause takes much of the rest{rate}"
 
 
 def _nothing_trained(evidence: Evidence) -> str:
@@ -201,8 +189,7 @@ def _ending(run: Run, steps: int) -> str:
     # A process of an ended run that could not write down its last moments was killed, or left at once.
     missing = run.run.state != "running" and any(not rank.finished for rank in run.ranks)
     told = _how_it_ended(run.run, "it", f"after {'at least ' if missing else ''}{count('step', steps)}")
-    still = standstill(run)
-    hung = _stands_still(still) if still is not None else ""
+    hung = _stands_still(still) if (still := standstill(run)) is not None else ""
     if told is None:
         return hung or ("; its end was not recorded" if missing else "")
     return f"; {told}{hung or _hung(run) or (', and what it did last was not recorded' if missing else '')}"
@@ -215,7 +202,9 @@ def _how_it_ended(record: RunRecord, who: str, when: str) -> str | None:
     if record.state != "crashed":
         return None
     if record.exit_code is not None:
-        return f"the script ended with exit code {record.exit_code} {when}{_for_memory(record)}"
+        # Its exit code may tell another story than why a loader's worker was killed.
+        killed = f", and the kernel killed {count('process', record.oom_kills)} for lack of memory"
+        return f"the script ended with exit code {record.exit_code} {when}{killed if record.oom_kills else ''}"
     return f"stopped by {record.ended_by or 'an exception'} {when}"
 
 
@@ -259,10 +248,3 @@ def _by_signal(record: RunRecord) -> str:
     if number == signal.SIGKILL and record.oom_kills:
         return " by the kernel for lack of memory (SIGKILL)"
     return f" by {signal.Signals(number).name}" if number in set(signal.Signals) else ""
-
-
-def _for_memory(record: RunRecord) -> str:
-    """That processes of the job were killed, where its exit code tells another story: a loader's worker was."""
-    if not record.oom_kills:
-        return ""
-    return f", and the kernel killed {count('process', record.oom_kills)} for lack of memory"
