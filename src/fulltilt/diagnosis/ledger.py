@@ -16,18 +16,7 @@ from statistics import median
 
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import seconds
-from fulltilt.records import (
-    BUCKETS,
-    Buckets,
-    GpuStep,
-    JobSummary,
-    Ledger,
-    Phases,
-    RankRecord,
-    Run,
-    Span,
-    Throughput,
-)
+from fulltilt.records import BUCKETS, Buckets, GpuStep, JobSummary, Ledger, Phases, RankRecord, Run, Span, Throughput
 
 Spans = tuple[Span, ...]
 
@@ -225,7 +214,7 @@ def mean_step(run: Run) -> Phases | None:
         return None
     steps = sum(span.steps for span in spans)
     columns = ([getattr(span.phases, phase.name) for span in spans] for phase in fields(Phases))
-    return Phases(*(None if None in lengths_s else sum(lengths_s) / steps for lengths_s in columns))
+    return Phases(*(None if None in lengths_s else sum(lengths_s) / steps for lengths_s in columns))  # type: ignore[arg-type]
 
 
 def mean_gpu_step(run: Run) -> GpuStep | None:

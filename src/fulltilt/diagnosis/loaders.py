@@ -213,10 +213,7 @@ def _serial_supply(loader: LoaderRecord) -> Supply | None:
 
 
 def loader_ceiling(
-    supply: Supply,
-    usable_cpus: float,
-    wait_share: float,
-    delivered_samples_per_s: float | None,
+    supply: Supply, usable_cpus: float, wait_share: float, delivered_samples_per_s: float | None
 ) -> float:
     """The best rate of the loader alone, in samples a second.
 

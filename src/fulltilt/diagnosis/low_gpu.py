@@ -24,10 +24,7 @@ _CAUSES = {
 
 
 def low_gpu_warning(
-    util_pct: float | None,
-    buckets: Buckets,
-    loader: LoaderRecord | None,
-    usable_cpus: float,
+    util_pct: float | None, buckets: Buckets, loader: LoaderRecord | None, usable_cpus: float
 ) -> str | None:
     """What holds the job up in the time that ``buckets`` describe, then a line a cure; None where there is nothing.
 

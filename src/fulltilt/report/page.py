@@ -79,20 +79,13 @@ def hot_lines(rank: RankRecord) -> list[Markup]:
     """Tables of the lines that cost most."""
     tables = []
     for name, lines in run_view.hot_lines(rank, MOST_LINES):
-        rows = [
-            element(
-                "tr",
-                element("td", figure, class_="figure"),
-                element(
-                    "td",
-                    ["in ", line.function, ", ", element("code", line.where, class_="where")]
-                    if line.where
-                    else element("code", line.function),  # a kernel has no line of its own
-                    element("code", figures.brief(line.call, 100), class_="call") if line.call else None,
-                ),
-            )
-            for figure, line in lines
-        ]
+        rows = []
+        for figure, line in lines:
+            place: Child = element("code", line.function)  # a kernel has no line of its own
+            if line.where:
+                place = ["in ", line.function, ", ", element("code", line.where, class_="where")]
+            call = element("code", figures.brief(line.call, 100), class_="call") if line.call else None
+            rows.append(element("tr", element("td", figure, class_="figure"), element("td", place, call)))
         tables.append(element("div", element("h3", name), element("table", element("tbody", rows), class_="lines")))
     return tables
 
@@ -106,20 +99,12 @@ def rank_bars(diagnosis: Diagnosis) -> Markup | None:
         return None
     order = bucket_order(diagnosis.ledger)
     shown, remark = run_view.shown_ranks(diagnosis)
-    rows = [
-        element(
-            "div",
-            element("span", run_view.rank_name(rank, diagnosis), class_="speed-name"),
-            ledger_bar(rank.buckets, order, height=22),
-            element(
-                "span",
-                element("b", "slowest") if rank.slowest else f"waits {figures.seconds(rank.waits_s)}",
-                class_="speed-rate",
-            ),
-            class_="speed-row",
-        )
-        for rank in shown
-    ]
+    rows = []
+    for rank in shown:
+        name = element("span", run_view.rank_name(rank, diagnosis), class_="speed-name")
+        wait = element("b", "slowest") if rank.slowest else f"waits {figures.seconds(rank.waits_s)}"
+        bar = ledger_bar(rank.buckets, order, height=22)
+        rows.append(element("div", name, bar, element("span", wait, class_="speed-rate"), class_="speed-row"))
     return element("div", rows, element("p", remark, class_="aside") if remark else None, class_="speeds")
 
 
@@ -244,25 +229,22 @@ def _one_run(run: Run, diagnosis: Diagnosis) -> list[Child]:
 
 
 def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
-    record, verdict = run.run, diagnosis.verdict
+    record, verdict, invalid = run.run, diagnosis.verdict, diagnosis.invalid_because
     severity = diagnosis.findings[0].severity if diagnosis.findings else "info"
-    running = element("p", run_view.NO_END_YET, class_="running")
-    invalid = diagnosis.invalid_because
+    identity = (
+        element("b", record.name),
+        element("code", shlex.join(record.command)),
+        element("span", record.started_at),
+        element("span", run_view.ended(record)),
+    )
     return element(
         "header",
         element("p", title(verdict.code), class_=f"eyebrow {severity}"),
         element("h1", run_view.glued(verdict.sentence)),
-        running if record.state == "running" else None,
+        element("p", run_view.NO_END_YET, class_="running") if record.state == "running" else None,
         element("p", run_view.not_valid(invalid), class_="running") if invalid is not None else None,
         element("dl", _key_figures(diagnosis), class_="tiles"),
-        element(
-            "p",
-            element("b", record.name),
-            element("code", shlex.join(record.command)),
-            element("span", record.started_at),
-            element("span", run_view.ended(record)),
-            class_="identity",
-        ),
+        element("p", identity, class_="identity"),
         class_="verdict",
     )
 
@@ -282,8 +264,10 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
     picture = step_picture(run, diagnosis)
     order = bucket_order(diagnosis.ledger)
     of_rank = f", of rank {rank.rank}" if rank is not None and len(run.ranks) > 1 else ""
-    compiled, job, used = run_view.compile_line(run), run_view.job_line(diagnosis), run_view.utilisation_line(diagnosis)
-    steps, machine = step_charts(run, diagnosis), machine_charts(run, diagnosis)
+    mean = (
+        f"{figures.seconds(picture.step_s)}, mean of {figures.whole(picture.steps)} steps{of_rank}" if picture else ""
+    )
+    more = (run_view.utilisation_line(diagnosis), run_view.job_line(diagnosis), run_view.compile_line(run))
     cards = [_finding_card(finding) for finding in diagnosis.findings]
     notes = [element("li", line) for line in run_view.notes(run, diagnosis)]
     return [
@@ -291,26 +275,18 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
             "Where the time went",
             ledger_bar(diagnosis.ledger.buckets, order) if order else None,
             ledger_table(diagnosis.ledger, order) if order else None,
-            element("p", used, class_="aside") if used else None,
-            element("p", job, class_="aside") if job else None,
-            element("p", compiled, class_="aside") if compiled else None,
+            *(element("p", line, class_="aside") for line in more if line),
             note=f"of {figures.seconds(diagnosis.ledger.wall_s)} of wall time",
         ),
         section("What to change", listing("ol", cards, "findings"), note="in order of what it would win"),
-        section(
-            "One step, to scale",
-            step_lanes(picture) if picture else None,
-            note=f"{figures.seconds(picture.step_s)}, mean of {figures.whole(picture.steps)} steps{of_rank}"
-            if picture
-            else None,
-        ),
+        section("One step, to scale", step_lanes(picture), note=mean) if picture else None,
         section("Ranks", rank_bars(diagnosis), note="where each rank's time went"),
-        section("Over time", chart_grid(steps, wide=True) if steps else None),
+        section("Over time", chart_grid(step_charts(run, diagnosis), wide=True)),
         section(
             "The machine",
             gpu_table(diagnosis.gpu),
             element("p", USE_IS_NOT_WORK, class_="aside") if diagnosis.gpu else None,
-            chart_grid(machine) if machine else None,
+            chart_grid(machine_charts(run, diagnosis)),
         ),
         section("Lines that cost the time", hot_lines(rank) if rank else None),
         section("Checklist", listing("ul", [check_line(line) for line in diagnosis.checklist], "checklist")),
@@ -355,28 +331,22 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
         if picture is not None:
             heading = element("h3", name, element("small", figures.seconds(picture.step_s)))
             steps.append(element("div", heading, step_lanes(picture, scale_s), class_="beside"))
+    # Rows in which the runs differ stand out.
+    rows = [(row.name, row.cells, "differs" if row.differs else None) for row in compare(runs)]
+    folded = [
+        element("details", element("summary", name), _one_run(*run), class_="run")
+        for name, run in zip(names, runs, strict=True)
+    ]
+    eyebrow, title = element("p", "Comparison", class_="eyebrow info"), f"{len(runs)} runs side by side"
     return [
-        element(
-            "header",
-            element("p", "Comparison", class_="eyebrow info"),
-            element("h1", f"{len(runs)} runs side by side"),
-            class_="verdict",
+        element("header", eyebrow, element("h1", title), class_="verdict"),
+        section(
+            "Settings and what came of them", figure_table("Comparison of the runs", "", names, rows, "comparison")
         ),
-        section("Settings and what came of them", _comparison_table(runs, names)),
         section("Where the time went", ledgers),
         section("One step, to one scale", steps),
-        section("Each run", [_folded(name, *run) for name, run in zip(names, runs, strict=True)]),
+        section("Each run", folded),
     ]
-
-
-def _comparison_table(runs: Sequence[Reported], names: Sequence[str]) -> Markup:
-    """Settings and figures side by side; rows in which the runs differ stand out."""
-    rows = [(row.name, row.cells, "differs" if row.differs else None) for row in compare(runs)]
-    return figure_table("Comparison of the runs", "", names, rows, "comparison")
-
-
-def _folded(name: str, run: Run, diagnosis: Diagnosis) -> Markup:
-    return element("details", element("summary", name), _one_run(run, diagnosis), class_="run")
 
 
 # --------------------------------------------------------------------------- the document

@@ -12,7 +12,7 @@ from fulltilt import figures
 from fulltilt.diagnosis.ledger import launching_apart
 from fulltilt.records import BUCKETS, Buckets, Diagnosis, Ledger, Run
 from fulltilt.report import run_view, series
-from fulltilt.report.markup import Markup, element
+from fulltilt.report.markup import Attribute, Markup, element
 from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS
 from fulltilt.report.run_view import Lane, StepPicture
 from fulltilt.report.series import Point, Slot
@@ -87,14 +87,12 @@ def ledger_bar(buckets: Buckets, order: Sequence[str], height: int = BAR_HEIGHT)
     """Where the time went, as one bar with the large parts named in it."""
     total_s = buckets.total_s
     sizes = [(name, getattr(buckets, name) / total_s) for name in order] if total_s > 0 else []
-    spoken = ", ".join(f"{BUCKET_TINTS[name].label} {figures.percent(size)}" for name, size in sizes)
-    segments = []
-    start = 0.0
-    for name, size in sizes:
-        tint = BUCKET_TINTS[name]
-        segments.append(_segment(start, size, f"{tint.label} {figures.percent(size)}", bucket_class(name), height))
+    labels = [f"{BUCKET_TINTS[name].label} {figures.percent(size)}" for name, size in sizes]
+    segments, start = [], 0.0
+    for (name, size), label in zip(sizes, labels, strict=True):
+        segments.append(_segment(start, size, label, bucket_class(name), height))
         start += size
-    return _bar(segments, f"Where the time went: {spoken}", height)
+    return _bar(segments, f"Where the time went: {', '.join(labels)}", height)
 
 
 def ledger_table(ledger: Ledger, order: Iterable[str]) -> Markup:
@@ -110,13 +108,8 @@ def ledger_table(ledger: Ledger, order: Iterable[str]) -> Markup:
         )
         for name in order
     ]
-    head = element(
-        "tr",
-        element("th", "bucket", scope="col"),
-        element("th", "what it is", class_="meaning", scope="col"),
-        element("th", "time", class_="figure", scope="col"),
-        element("th", "of the wall time", class_="figure", scope="col"),
-    )
+    columns = (("bucket", None), ("what it is", "meaning"), ("time", "figure"), ("of the wall time", "figure"))
+    head = element("tr", [element("th", name, class_=class_, scope="col") for name, class_ in columns])
     return element("table", element("thead", head), element("tbody", rows), class_="ledger")
 
 
@@ -329,36 +322,15 @@ def _figure(
 ) -> Markup:
     levels = (0.0, 0.5, 1.0)
     grid = [element("line", x2="100%", y1=y, y2=y, class_="grid") for level in levels for y in [level * HEIGHT]]
-    ticks = [
-        element(
-            "text",
-            label,
-            x=f"{t_s / wall_s * 100:.2f}%",
-            y=HEIGHT + AXIS_HEIGHT - 4,
-            text_anchor="start" if t_s == 0 else "end" if t_s / wall_s > 0.95 else "middle",
-        )
-        for t_s, label in time_ticks(wall_s)
-    ]
-    inner = element(
-        "svg",
-        drawing,
-        viewBox=f"0 0 {GRAIN} {GRAIN}",
-        preserveAspectRatio="none",
-        width="100%",
-        height=HEIGHT,
-        class_="drawing",
-    )
-    plot = element(
-        "svg",
-        grid,
-        inner,
-        ticks,
-        class_="plot",
-        width="100%",
-        height=HEIGHT + AXIS_HEIGHT,
-        role="img",
-        aria_label=spoken,
-    )
+    ticks = []
+    for t_s, label in time_ticks(wall_s):
+        anchor = "start" if t_s == 0 else "end" if t_s / wall_s > 0.95 else "middle"
+        x = f"{t_s / wall_s * 100:.2f}%"
+        ticks.append(element("text", label, x=x, y=HEIGHT + AXIS_HEIGHT - 4, text_anchor=anchor))
+    box: dict[str, Attribute] = {"viewBox": f"0 0 {GRAIN} {GRAIN}", "preserveAspectRatio": "none"}
+    inner = element("svg", drawing, width="100%", height=HEIGHT, class_="drawing", **box)
+    size: dict[str, Attribute] = {"width": "100%", "height": HEIGHT + AXIS_HEIGHT}
+    plot = element("svg", grid, inner, ticks, class_="plot", role="img", aria_label=spoken, **size)
     labels = [element("span", tick_label(top * (1 - level)) + tick_unit) for level in levels]
     keys = [element("span", swatch(colour), label) for colour, label in legend] if len(legend) > 1 else []
     keys += [element("span", element("i", class_="dash"), text) for text in named]
@@ -394,29 +366,13 @@ def step_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     of_rank = f", rank {run.ranks[0].rank}" if len(run.ranks) > 1 else ""
     epochs_s = series.epoch_starts(spans)
     epochs_s = epochs_s if len(epochs_s) <= MOST_EPOCHS else ()
-    ceilings = diagnosis.ceilings
+    compute, loader = diagnosis.ceilings.compute_samples_per_s, diagnosis.ceilings.loader_samples_per_s
+    marks = () if of_rank else (("compute ceiling", compute), ("loader ceiling", loader))
+    speed = [Line("throughput", "c-compute", series.throughput(spans, wall_s))]
+    wait = [Line("data wait", "c-data", series.data_wait(spans, wall_s))]
     charts = [
-        line_chart(
-            f"Throughput{of_rank}",
-            "samples/s",
-            [Line("throughput", "c-compute", series.throughput(spans, wall_s))],
-            wall_s,
-            marks=()
-            if of_rank
-            else (
-                ("compute ceiling", ceilings.compute_samples_per_s),
-                ("loader ceiling", ceilings.loader_samples_per_s),
-            ),
-            epochs_s=epochs_s,
-        ),
-        line_chart(
-            f"Data wait{of_rank}",
-            "ms a step",
-            [Line("data wait", "c-data", series.data_wait(spans, wall_s))],
-            wall_s,
-            scale=1000.0,
-            epochs_s=epochs_s,
-        ),
+        line_chart(f"Throughput{of_rank}", "samples/s", speed, wall_s, marks=marks, epochs_s=epochs_s),
+        line_chart(f"Data wait{of_rank}", "ms a step", wait, wall_s, scale=1000.0, epochs_s=epochs_s),
         ledger_chart(series.ledger_over_time(spans, wall_s), wall_s),
     ]
     return [chart for chart in charts if chart is not None]
@@ -457,6 +413,6 @@ def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     return [chart for chart in charts if chart is not None]
 
 
-def chart_grid(charts: list[Markup], wide: bool = False) -> Markup:
-    """Charts beside each other where there is room."""
-    return element("div", charts, class_="charts wide" if wide else "charts")
+def chart_grid(charts: list[Markup], wide: bool = False) -> Markup | None:
+    """Charts beside each other where there is room; None without any."""
+    return element("div", charts, class_="charts wide" if wide else "charts") if charts else None

@@ -26,12 +26,7 @@ from fulltilt.store import REPORT_FILE
 BULLET, ARROW = "·", "→"
 
 
-def in_colour(console: Console) -> bool:
-    """Whether the console shows colours; where it does not, patterns tell the parts of a bar apart."""
-    return console.color_system is not None and not console.no_color
-
-
-# Each bucket's own, also where the console has to do without block characters.
+# Each bucket's own, where the console shows no colours, and maybe no block characters.
 PATTERNS = {
     "start-up": ":",
     "data wait": "░",
@@ -149,12 +144,11 @@ def show_hot_lines(console: Console, run: Run) -> None:
 
 def show_ranks(console: Console, diagnosis: Diagnosis, colour: bool) -> None:
     """The ledger of each rank, the slowest named, and what the others wait for it."""
-    ranks = diagnosis.ranks
+    ranks, detail = diagnosis.ranks, ""
     if len(ranks) < 2:
         return
     slowest = next((rank for rank in ranks if rank.slowest), None)
     longest_wait_s = max(rank.waits_s for rank in ranks)
-    detail = ""
     if slowest is not None and longest_wait_s > 0:
         detail = f"rank {slowest.rank} is the slowest; the others wait up to {figures.seconds(longest_wait_s)} for it"
     heading(console, "Ranks", detail)
@@ -239,7 +233,7 @@ def verdict_lines(diagnosis: Diagnosis, folder: str | Path | None) -> list[str]:
 
 def show(console: Console, runs: Sequence[Reported]) -> None:
     """Print one run in full, or several side by side."""
-    colour = in_colour(console)
+    colour = console.color_system is not None and not console.no_color
     if len(runs) > 1:
         _show_comparison(console, runs, colour)
         return
@@ -270,15 +264,12 @@ def _show_head(console: Console, run: Run, diagnosis: Diagnosis) -> None:
         console.print(Text(run_view.not_valid(diagnosis.invalid_because), "yellow"))
     console.print()
     console.print(Text(clean(diagnosis.verdict.sentence), "bold"))
-    figures = [*_figures(diagnosis), *filter(None, _more_figures(run, diagnosis))]
+    more = (run_view.utilisation_line(diagnosis), run_view.job_line(diagnosis), run_view.compile_line(run))
+    figures = [*_figures(diagnosis), *filter(None, more)]
     if figures:
         console.print()
     for line in figures:
         console.print(Text(one_line(line)))
-
-
-def _more_figures(run: Run, diagnosis: Diagnosis) -> Iterable[str | None]:
-    return run_view.utilisation_line(diagnosis), run_view.job_line(diagnosis), run_view.compile_line(run)
 
 
 def _figures(diagnosis: Diagnosis) -> Iterable[str]:

@@ -66,12 +66,7 @@ class WatchView:
 
 
 def series(
-    label: str,
-    values: Sequence[float | None],
-    style: str,
-    width: int,
-    rows: int,
-    note: str | None = None,
+    label: str, values: Sequence[float | None], style: str, width: int, rows: int, note: str | None = None
 ) -> list[Text]:
     """A chart of per cents with its newest figure at the left, and below that a note (otherwise the mean)."""
     charts = chart_rows(values, max(0, width - LABEL_WIDTH), rows, 100.0)
