@@ -11,8 +11,6 @@ from fulltilt.records import Diagnosis, Run
 from fulltilt.report import page
 from fulltilt.store import encode_fully
 
-# --------------------------------------------------------------------------- answer
-
 
 def to_plain(diagnosis: Diagnosis, run: Run | None = None) -> dict[str, Any]:
     """The diagnosis as plain JSON values. Every key is always there; what was not measured is None.

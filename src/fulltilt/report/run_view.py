@@ -145,8 +145,6 @@ def notes(run: Run, diagnosis: Diagnosis) -> list[str]:
 
 
 OURS = "fulltilt/recorder/"
-
-
 # Fetching that takes less of a run is not looked into.
 LEAST_FETCHING = 0.01
 
@@ -200,16 +198,13 @@ GPU_FIGURES: dict[str, Callable[[GpuSummary], str]] = {
 }
 
 
-def _fullest_gpu(answer: Diagnosis) -> str:
-    peaks = [gpu.vram_peak_bytes for gpu in answer.gpu if gpu.vram_peak_bytes is not None]
-    return figures.size(max(peaks, default=None))
-
-
 # What is told of a whole run.
 RUN_FIGURES: dict[str, Callable[[Diagnosis], str]] = {
     "GPU use": lambda answer: figures.pct_range([gpu.util_pct for gpu in answer.gpu]),
     "SM active": lambda answer: figures.pct_range([gpu.sm_active_pct for gpu in answer.gpu]),
-    "GPU memory, peak": _fullest_gpu,
+    "GPU memory, peak": lambda answer: figures.size(
+        max((gpu.vram_peak_bytes for gpu in answer.gpu if gpu.vram_peak_bytes is not None), default=None)
+    ),
     "start-up": lambda answer: seconds(answer.ledger.buckets.startup_s),
     "wall time": lambda answer: seconds(answer.ledger.wall_s),
     "steps": lambda answer: whole(answer.throughput.steps),
@@ -277,7 +272,8 @@ def step_picture(run: Run, diagnosis: Diagnosis) -> StepPicture | None:
     phases = diagnosis.step
     if phases is None or not run.ranks:
         return None
-    site = _train_site(run.ranks[0])
+    sites = [site for site in loader_sites(run.ranks[0]) if site[0].role == "train"]
+    site = max(sites, key=lambda site: site[0].wait_s, default=None)  # the one that was waited for longest
     host = _host_lane(phases, None if site is None else site[0])
     gpu = _gpu_lane(phases, diagnosis.gpu_step)
     step_s = max(lane.length_s for lane in (host, gpu) if lane is not None)
@@ -290,20 +286,9 @@ def step_picture(run: Run, diagnosis: Diagnosis) -> StepPicture | None:
     return StepPicture(step_s, measured, lanes)
 
 
-def _train_site(rank: RankRecord) -> Site | None:
-    """Where the job trains from; with several loaders, the one that was waited for longest."""
-    sites = [site for site in loader_sites(rank) if site[0].role == "train"]
-    return max(sites, key=lambda site: site[0].wait_s, default=None)
-
-
 def _host_lane(phases: Phases, loader: LoaderRecord | None) -> Lane:
-    rest = [
-        ("transfer", phases.transfer_s),
-        ("forward", phases.forward_s),
-        ("backward", phases.backward_s),
-        ("optimizer", phases.optimizer_s),
-        ("other", phases.other_s),
-    ]
+    after_load = ("transfer", "forward", "backward", "optimizer", "other")
+    rest = [(name, float(getattr(phases, f"{name}_s"))) for name in after_load]
     if loader is None or loader.num_workers > 0:
         return _lane("Host", [("wait", phases.load_s), *rest])
     # Without workers the training process loads by itself: its CPU time meanwhile is preprocessing.
@@ -335,8 +320,7 @@ def _worker_lane(site: Site, steps: int, step_s: float) -> Lane | None:
 
 
 def _lane(name: str, lengths: list[tuple[str, float]]) -> Lane:
-    parts = []
-    start_s = 0.0
+    parts, start_s = [], 0.0
     for kind, length_s in lengths:
         if length_s > 0:
             parts.append(Part(kind, start_s, length_s))

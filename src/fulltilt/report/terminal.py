@@ -291,7 +291,7 @@ def _figures(diagnosis: Diagnosis) -> Iterable[str]:
 
 def _show_ledger(console: Console, ledger: Ledger, colour: bool) -> None:
     parts = bucket_parts(ledger.buckets, bucket_order(ledger))
-    if not parts or ledger.wall_s <= 0:
+    if not parts:
         return
     heading(console, "Where the time went", f"of {figures.seconds(ledger.wall_s)} of wall time")
     console.print(ledger_bar(parts, console.width, colour))

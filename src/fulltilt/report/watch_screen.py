@@ -24,19 +24,12 @@ def chart_rows(values: Sequence[float | None], width: int, height: int, top: flo
 
     A value of 0 shows as the thinnest block, so that it differs from None, which stays blank.
     """
-    shown = list(values)[-width:] if width > 0 else []
-    levels = [_level(value, height, top) for value in shown]
-    blank = " " * (width - len(shown))
-    return [
-        blank + "".join(UPWARD[min(max(level - 8 * row, 0), 8)] for level in levels) for row in reversed(range(height))
-    ]
-
-
-def _level(value: float | None, height: int, top: float) -> int:
-    if value is None:
-        return 0
-    share = min(max(value / top, 0.0), 1.0) if top > 0 else 0.0
-    return max(1, round(share * height * 8))
+    levels = []
+    for value in values[-width:] if width > 0 else ():
+        share = min(max(value / top, 0.0), 1.0) if value is not None and top > 0 else 0.0
+        levels.append(0 if value is None else max(1, round(share * height * 8)))
+    rows = ("".join(UPWARD[min(max(level - 8 * row, 0), 8)] for level in levels) for row in reversed(range(height)))
+    return [row.rjust(width) for row in rows]
 
 
 # --------------------------------------------------------------------------- parts
@@ -70,10 +63,12 @@ def series(
 ) -> list[Text]:
     """A chart of per cents with its newest figure at the left, and below that a note (otherwise the mean)."""
     charts = chart_rows(values, max(0, width - LABEL_WIDTH), rows, 100.0)
-    below = _mean(values[-max(1, width - LABEL_WIDTH) :]) if note is None else note
+    if note is None:
+        known = [value for value in values[-max(1, width - LABEL_WIDTH) :] if value is not None]
+        note = f"mean {sum(known) / len(known):>5.0f} %" if known else ""
     heads = [
         label_text(label, values[-1] if values else None),
-        Text(below[: LABEL_WIDTH - 1].ljust(LABEL_WIDTH), DIM),
+        Text(note[: LABEL_WIDTH - 1].ljust(LABEL_WIDTH), DIM),
         *(Text(" " * LABEL_WIDTH) for _ in charts),
     ]
     return [head.append(chart, f"not dim {style}") for head, chart in zip(heads, charts, strict=False)]
@@ -82,11 +77,6 @@ def series(
 def label_text(label: str, pct: float | None) -> Text:
     """The left margin of a chart: its name and its figure."""
     return Text(f"{label:<6}{figures.pct(pct):>6}".ljust(LABEL_WIDTH))
-
-
-def _mean(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"mean {sum(known) / len(known):>5.0f} %" if known else ""
 
 
 def spread(left: Text, right: Text, width: int) -> Text:
@@ -169,18 +159,16 @@ def gpu_block(view: WatchView, place: int, width: int, rows: int) -> list[Text]:
     """The GPU at that place: its state, and charts of ``rows`` lines each."""
     gpu = view.now.gpus[place]
     past = [sample.gpus[place] if place < len(sample.gpus) else None for sample in view.samples]
-    title = spread(_gpu_title(gpu), _gpu_state(gpu), width)
+    name = Text(f"GPU {gpu.index}", HEAD).append(f"  {clean(gpu.name)}", PLAIN)
     busy = [reading.util_pct if reading else None for reading in past]
-    lines = [title, *series("busy", busy, BUSY, width, rows)]
+    lines = [spread(name, _gpu_state(gpu), width), *series("busy", busy, BUSY, width, rows)]
     active = [reading.sm_active_pct if reading else None for reading in past]
     if any(value is not None for value in active):
         lines += series("SM", active, SM, width, rows)
     held = [_vram_pct(reading) if reading else None for reading in past]
-    return lines + series("VRAM", held, VRAM, width, rows, note=_vram(gpu))
-
-
-def _gpu_title(gpu: GpuReading) -> Text:
-    return Text(f"GPU {gpu.index}", HEAD).append(f"  {clean(gpu.name)}", PLAIN)
+    used, total = gpu.vram_used_bytes, gpu.vram_total_bytes
+    note = f"{used / GIB:.1f}/{total / GIB:.0f} GiB" if used is not None and total else ""
+    return lines + series("VRAM", held, VRAM, width, rows, note)
 
 
 def _gpu_state(gpu: GpuReading) -> Text:
@@ -226,12 +214,6 @@ def _vram_pct(gpu: GpuReading) -> float | None:
     return 100 * gpu.vram_used_bytes / gpu.vram_total_bytes
 
 
-def _vram(gpu: GpuReading) -> str:
-    if gpu.vram_used_bytes is None or not gpu.vram_total_bytes:
-        return ""
-    return f"{gpu.vram_used_bytes / GIB:.1f}/{gpu.vram_total_bytes / GIB:.0f} GiB"
-
-
 # --------------------------------------------------------------------------- host
 
 CPU, RAM, DISK = "#d96a0b", "#b5596a", "#5f8f4e"
@@ -247,13 +229,13 @@ def host_block(view: WatchView, width: int, rows: int) -> list[Text]:
         facts.append(f"load {host.load_1min:.1f}")
     if host.iowait_pct is not None:
         facts.append(f"I/O wait {host.iowait_pct:.0f} %")
-    use = [reading.cpu_pct for reading in past]
-    lines = [spread(Text("host", HEAD), Text("  ".join(facts)), width)]
-    lines += series("CPU", use, CPU, width, rows)
-    lines += core_lines(host.cpu_per_core_pct or (), width)
-    lines.append(_ram_line(view, width))
-    read = [reading.disk_read_bytes_per_s for reading in past]
-    return [*lines, _disk_line(read, width)]
+    return [
+        spread(Text("host", HEAD), Text("  ".join(facts)), width),
+        *series("CPU", [reading.cpu_pct for reading in past], CPU, width, rows),
+        *core_lines(host.cpu_per_core_pct or (), width),
+        _ram_line(view, width),
+        _disk_line([reading.disk_read_bytes_per_s for reading in past], width),
+    ]
 
 
 def core_lines(cores: Sequence[float], width: int) -> list[Text]:
@@ -290,8 +272,6 @@ def _disk_line(read: Sequence[float | None], width: int) -> Text:
 
 
 # --------------------------------------------------------------------------- the screen
-
-__all__ = ["WatchView", "watch_lines"]
 
 _GPU_WIDTH = 76  # below this a GPU's figures do not fit beside its name, and a chart is too short to show a trend
 _JOB_ROWS = 4
