@@ -21,11 +21,14 @@ def settings_in_force(evidence: Evidence) -> tuple[Setting, ...]:
     """What the job ran with, what was asked for (``asked.…``), what live tuning did (``live.…``). None: not seen."""
     rank = evidence.rank if evidence.run.ranks else None
     loader, precision = evidence.loader, evidence.rank.precision
+    # Batches for each optimizer step, as counted.
+    batches = sum(span.batches for spans in evidence.run.spans for span in spans if span.steps > 0)
+    steps = sum(span.steps for spans in evidence.run.spans for span in spans)
     in_force: list[Setting] = [
         ("device", rank.device if rank else None),
         ("world_size", rank.world_size if rank else None),
         ("batch_size", loader.batch_size if loader else None),
-        ("accumulation", _accumulation(evidence)),
+        ("accumulation", max(round(batches / steps), 1) if batches and steps else None),
         *((name, getattr(loader, name, None)) for name in _OF_THE_LOADER),
         ("torch_threads", evidence.rank.torch_threads),
         ("precision", precision.name if precision else None),
@@ -39,13 +42,6 @@ def settings_in_force(evidence: Evidence) -> tuple[Setting, ...]:
     values = ((field.name, getattr(asked, field.name)) for field in fields(asked))
     asked_for = ((f"asked.{name}", value) for name, value in values if value is not None)
     return (*in_force, *asked_for, *live_settings(evidence.live))
-
-
-def _accumulation(evidence: Evidence) -> int | None:
-    """Batches for each optimizer step, as counted."""
-    batches = sum(span.batches for spans in evidence.run.spans for span in spans if span.steps > 0)
-    steps = sum(span.steps for spans in evidence.run.spans for span in spans)
-    return max(round(batches / steps), 1) if batches and steps else None
 
 
 # --------------------------------------------------------------------------- checklist
@@ -103,9 +99,8 @@ def _gpu_memory(evidence: Evidence) -> CheckLine:
         return CheckLine(name, "skip", _no_figure(evidence, "memory use was not measured"))
     share = peak / total
     figure = f"GPU Memory - Peak: {peak / 2**30:.2f} GB ({100 * share:.0f}% of {total / 2**30:.0f}GB)"
-    return _judged(
-        name, share > threshold, figure, "There is room for a larger batch; it pays only if compute is the limit."
-    )
+    remedy = "There is room for a larger batch; it pays only if compute is the limit."
+    return _judged(name, share > threshold, figure, remedy)
 
 
 def _gpu_use(evidence: Evidence) -> CheckLine:
@@ -123,14 +118,11 @@ def _gpu_use(evidence: Evidence) -> CheckLine:
 def _speed(evidence: Evidence) -> CheckLine:
     threshold = LIMITS.check_speed_share
     name = f"Speed > {percent(threshold)} of the compute ceiling"
-    rate, ceiling, share = (
-        evidence.throughput.samples_per_s,
-        evidence.ceilings.compute_samples_per_s,
-        evidence.share_of_ceiling,
-    )
+    rate, share = evidence.throughput.samples_per_s, evidence.share_of_ceiling
     if rate is None or share is None:
         return CheckLine(name, "skip", "samples were not counted")
-    figure = f"{_epoch_time(evidence, rate)}, {percent(share)} of the {number(ceiling)} that compute allows"
+    allowed = number(evidence.ceilings.compute_samples_per_s)
+    figure = f"{_epoch_time(evidence, rate)}, {percent(share)} of the {allowed} that compute allows"
     return _judged(name, share > threshold, figure, "The findings say what takes the time.")
 
 
@@ -157,9 +149,8 @@ def _loading(evidence: Evidence) -> CheckLine:
         return CheckLine(name, "skip", "no training step was seen")
     share = evidence.data_wait_share
     figure = f"Data wait: {percent(share)} of the time after start-up"
-    return _judged(
-        name, share < LIMITS.warn_share, figure, "The first input finding says which part of the loader is slow."
-    )
+    remedy = "The first input finding says which part of the loader is slow."
+    return _judged(name, share < LIMITS.warn_share, figure, remedy)
 
 
 def _no_figure(evidence: Evidence, otherwise: str) -> str:

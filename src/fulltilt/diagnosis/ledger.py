@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from datetime import datetime
 from functools import reduce
 from itertools import islice
 from statistics import median
@@ -342,7 +341,8 @@ def summarise_job(run: Run, ledger: Ledger) -> JobSummary | None:
         return None
     ledgers = [*(make_ledger(attempt) for attempt in run.earlier), ledger]
     wall_s = sum(ledger.wall_s for ledger in ledgers)
-    elapsed_s = max(_seconds_between(run.earlier[0] if run.earlier else run, run) + ledgers[-1].wall_s, wall_s)
+    first = run.earlier[0] if run.earlier else run
+    elapsed_s = max((run.run.began - first.run.began).total_seconds() + ledger.wall_s, wall_s)
     total = sum_buckets(ledger.buckets for ledger in ledgers)
     rest = {"between attempts": elapsed_s - wall_s} | {told: getattr(total, name) for name, told in _NO_STEPS.items()}
     world_size, there = max((rank.world_size for rank in run.ranks), default=0), {rank.rank for rank in run.ranks}
@@ -356,11 +356,3 @@ def summarise_job(run: Run, ledger: Ledger) -> JobSummary | None:
         rest=tuple((told, length_s) for told, length_s in rest.items() if length_s > 0),
         missing_ranks=tuple(islice((rank for rank in range(world_size) if rank not in there), MOST_MISSING)),
     )
-
-
-def _seconds_between(first: Run, last: Run) -> float:
-    try:
-        began = [datetime.fromisoformat(run.run.started_at).astimezone() for run in (first, last)]
-    except (ValueError, OSError, OverflowError):
-        return 0.0
-    return max((began[1] - began[0]).total_seconds(), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from operator import add, attrgetter
 from typing import Literal
 
@@ -663,6 +664,14 @@ class RunRecord:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "command", mask_arguments(self.command))  # nobody can forget it here
+
+    @property
+    def began(self) -> datetime:
+        """When it started, on the clock of its machine; the beginning of all time where that is damaged."""
+        try:
+            return datetime.fromisoformat(self.started_at).astimezone()
+        except (ValueError, OSError, OverflowError):
+            return datetime.fromtimestamp(0).astimezone()
 
 
 @dataclass(frozen=True, slots=True)

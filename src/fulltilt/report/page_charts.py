@@ -36,9 +36,9 @@ def nice_top(highest: float) -> float:
     return next(step * magnitude for step in (1, 2, 3, 4, 5, 6, 8, 10, 20) if step * magnitude >= highest * 0.9999)
 
 
-def time_ticks(wall_s: float, most: int = 6) -> list[tuple[float, str]]:
-    """At most ``most`` round moments of a run, with their labels."""
-    step_s = next((tick for tick in TICKS_S if wall_s / tick < most), wall_s)
+def time_ticks(wall_s: float) -> list[tuple[float, str]]:
+    """At most six round moments of a run, with their labels."""
+    step_s = next((tick for tick in TICKS_S if wall_s / tick < 6), wall_s)
     count = int(wall_s / step_s + 1e-9)
     return [(i * step_s, _moment(i * step_s, step_s)) for i in range(count + 1)]
 

@@ -26,6 +26,7 @@ from fulltilt.store.owned_folder import MARKER
 from fulltilt.store.run_folder import (
     RUN_FILE,
     SAMPLES_FILE,
+    is_task,
     load_run,
     rank_file,
     rank_parts,
@@ -110,14 +111,11 @@ def tasks_in(folder: Path) -> dict[Path, RunRecord]:
                     found[path] = record
     if not found:
         return {}
-    last = max(found.values(), key=_began)
-    if own is not None and _began(own) > _began(last):
+    last = max(found.values(), key=lambda record: record.began)
+    if own is not None and own.began > last.began:
         return {}
-    return {path: record for path, record in found.items() if _job(record) == _job(last)}
-
-
-def _job(record: RunRecord) -> str | None:
-    return None if record.task is None else record.task.job
+    job = last.task.job if last.task is not None else None
+    return {path: record for path, record in found.items() if record.task is not None and record.task.job == job}
 
 
 def _number(record: RunRecord) -> int:
@@ -126,10 +124,7 @@ def _number(record: RunRecord) -> int:
 
 def run_name(folder: Path) -> str:
     """The name of the run in a folder: of its folder, behind that of the job where it is one of several tasks."""
-    with contextlib.suppress(RunFolderError):
-        if read_record(folder / RUN_FILE, RunRecord).task is not None:
-            return f"{folder.parent.name}/{folder.name}"
-    return folder.name or str(folder)
+    return f"{folder.parent.name}/{folder.name}" if is_task(folder) else folder.name or str(folder)
 
 
 def wait_for_tasks(folder: Path) -> None:
@@ -137,13 +132,6 @@ def wait_for_tasks(folder: Path) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
     while any(run.state == "running" for run in tasks_in(folder).values()) and time.monotonic() < deadline_s:
         time.sleep(0.1)
-
-
-def _began(record: RunRecord) -> datetime:
-    try:
-        return datetime.fromisoformat(record.started_at).astimezone()
-    except (ValueError, OSError, OverflowError):
-        return datetime.fromtimestamp(0).astimezone()
 
 
 def _attempts(tasks: dict[Path, RunRecord]) -> list[list[Stream]]:
@@ -157,7 +145,7 @@ def _attempts(tasks: dict[Path, RunRecord]) -> list[list[Stream]]:
             started = f"restart {run.task.restart if run.task else 0}{Path(task.name).suffix}.{part}"
             group = record.group or (started if record.world_size > 1 else task.name)
             groups.setdefault(group, {})[rank] = Stream(task, record, part)
-            start = _began(run) + timedelta(seconds=min(record.t0_s, 1e9))
+            start = run.began + timedelta(seconds=min(record.t0_s, 1e9))
             began[group] = min(began.get(group, start), start)
     ordered = sorted(groups, key=lambda group: began[group])
     return [[groups[group][rank] for rank in sorted(groups[group])] for group in ordered]
@@ -199,7 +187,7 @@ def _joined(
     over = all(run.state != "running" for run in records)
     run = replace(
         tasks[leader],
-        started_at=(_began(tasks[leader]) + timedelta(seconds=origin[leader])).isoformat(timespec="seconds"),
+        started_at=(tasks[leader].began + timedelta(seconds=origin[leader])).isoformat(timespec="seconds"),
         state=bad.state if bad is not None else "done" if over else "running",
         exit_code=bad.exit_code if bad is not None else tasks[leader].exit_code,
         ended_by=bad.ended_by if bad is not None else None,
@@ -210,13 +198,17 @@ def _joined(
     for task in used:
         hosts.setdefault(tasks[task].machine.hostname, task)
     each = max(MOST_SAMPLES // len(hosts), 1)
+    ranks, shifted_spans = [], []
+    for stream, own in zip(streams, spans, strict=True):
+        by_s, record = shift[stream.task], stream.record
+        under_way = _shifted(record.under_way, by_s) if record.under_way is not None else None
+        ranks.append(replace(record, t1_s=record.t1_s + by_s, under_way=under_way))
+        shifted_spans.append(tuple(_shifted(span, by_s) for span in own))
     return Run(
         folder=str(folder),
         run=run,
-        ranks=tuple(_shifted_record(one.record, shift[one.task]) for one in streams),
-        spans=tuple(
-            tuple(_shifted(span, shift[one.task]) for span in own) for one, own in zip(streams, spans, strict=True)
-        ),
+        ranks=tuple(ranks),
+        spans=tuple(shifted_spans),
         samples=tuple(_samples(hosts.values(), shift, each)) if samples else (),
         warnings=tuple(_lost(streams, {task: tasks[task] for task in used}, over or bad is not None)),
         tasks=tuple(records),
@@ -239,11 +231,6 @@ def _alignment(firsts: Sequence[tuple[Span, ...]], origins: Sequence[float]) -> 
 
 def _shifted(span: Span, by_s: float) -> Span:
     return replace(span, t0_s=span.t0_s + by_s, t1_s=span.t1_s + by_s) if by_s else span
-
-
-def _shifted_record(record: RankRecord, by_s: float) -> RankRecord:
-    under_way = None if record.under_way is None else _shifted(record.under_way, by_s)
-    return replace(record, t1_s=record.t1_s + by_s, under_way=under_way)
 
 
 def _samples(tasks: Iterable[Path], shift: dict[Path, float], most: int) -> Iterable[Sample]:

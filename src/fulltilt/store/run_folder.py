@@ -217,16 +217,16 @@ PRIVATE = 0o600
 _APPENDING = os.O_RDWR | os.O_APPEND | NO_FOLLOW
 
 
-def create_folder(folder: Path, flag: str = "--out") -> Path:
+def create_folder(folder: Path) -> Path:
     """Make or take over a run folder. Raises ForeignFiles, UsageError or MachineError.
 
     The folder of a training is one too: every training records itself.
     """
-    owned = OwnedFolder.claim(folder, TRAINING if kind_of(folder) == TRAINING else RUN, flag=flag)
+    owned = OwnedFolder.claim(folder, TRAINING if kind_of(folder) == TRAINING else RUN)
     if in_the_way := [path.name for path in _run_files(folder) if not owned.owns(path)]:
         raise ForeignFiles(
             f"{folder} holds files that Fulltilt did not write: {', '.join(in_the_way)}",
-            f"Move them elsewhere, or choose another folder with {flag}.",
+            "Move them elsewhere, or choose another folder with --out.",
         )
     return folder
 

@@ -49,7 +49,9 @@ def plan_workers(evidence: Evidence) -> WorkerPlan | None:
     else:
         high = advised / supply.workers
         low = 1 + (high - 1) * LIMITS.scaling_low
-    cautious, hopeful = (full_cpu_rate(evidence, supply, rate, threads) / rate for threads in _threads(evidence))
+    # The most and the fewest CPUs that training may take while it does not wait.
+    threads = 1.0 if evidence.on_gpu else max(min(evidence.rank.torch_threads or 1, evidence.usable_cpus), 1.0)
+    cautious, hopeful = (full_cpu_rate(evidence, supply, rate, taken) / rate for taken in (threads, 1.0))
     # Whatever the error of the rates: no loader wins more than the time that training waits for it.
     least, most = min(low, cautious) * (1 - LIMITS.rate_error), min(high, hopeful) * (1 + LIMITS.rate_error)
     predicted = by_speeding_up(evidence.share(evidence.drawing_s), *gain(least, most, cap=unhindered))
@@ -113,13 +115,6 @@ def full_cpu_rate(evidence: Evidence, supply: Supply, rate: float, threads: floa
     return max(
         evidence.usable_cpus / (loading_cpu_s + training_cpu_s), (evidence.usable_cpus - threads) / loading_cpu_s
     )
-
-
-def _threads(evidence: Evidence) -> tuple[float, float]:
-    """The most and the fewest CPUs that training may take while it does not wait."""
-    if evidence.on_gpu:
-        return 1.0, 1.0
-    return max(min(evidence.rank.torch_threads or 1, evidence.usable_cpus), 1.0), 1.0
 
 
 def gain_without_wait(evidence: Evidence) -> Gain:
