@@ -7,18 +7,11 @@ To add a library, add an entry: its import name, and only what differs from plai
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fulltilt.records import HotLine, LoaderRecord
 
 _SAME = {name: name for name in ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "batch_size")}
-_HUGGING_FACE = {name: f"dataloader_{name}" for name in _SAME} | {"batch_size": "per_device_train_batch_size"}
-_HF_SAVE = "save_steps= (or save_strategy='epoch') in its TrainingArguments"
-_HF_ARGUMENTS = (
-    *("TrainingArguments", "Seq2SeqTrainingArguments", "SentenceTransformerTrainingArguments"),
-    *("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "ORPOConfig"),
-)
-_HF_EVALUATE = "eval_steps= (or eval_strategy='epoch') in its TrainingArguments"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +29,20 @@ class Library:
     functions: tuple[str, ...] = ()
 
 
+_HUGGING_FACE = Library(
+    "TrainingArguments(..., {})",
+    {name: f"dataloader_{name}" for name in _SAME} | {"batch_size": "per_device_train_batch_size"},
+    save="save_steps= (or save_strategy='epoch') in its TrainingArguments",
+    validate="eval_steps= (or eval_strategy='epoch') in its TrainingArguments",
+    functions=(
+        *("TrainingArguments", "Seq2SeqTrainingArguments", "SentenceTransformerTrainingArguments"),
+        *("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "ORPOConfig"),
+    ),
+)
 LIBRARIES: dict[str, Library] = {
-    "transformers": Library("TrainingArguments(..., {})", _HUGGING_FACE, _HF_SAVE, _HF_EVALUATE, _HF_ARGUMENTS),
-    "sentence_transformers": Library(
-        "SentenceTransformerTrainingArguments(..., {})", _HUGGING_FACE, _HF_SAVE, _HF_EVALUATE, _HF_ARGUMENTS
-    ),
-    "trl": Library(
-        "GRPOConfig(..., {}), SFTConfig or their like", _HUGGING_FACE, _HF_SAVE, _HF_EVALUATE, _HF_ARGUMENTS
-    ),
+    "transformers": _HUGGING_FACE,
+    "sentence_transformers": replace(_HUGGING_FACE, call="SentenceTransformerTrainingArguments(..., {})"),
+    "trl": replace(_HUGGING_FACE, call="GRPOConfig(..., {}), SFTConfig or their like"),
     "accelerate": Library("DataLoader(..., {}) before accelerator.prepare"),
     "lightning": Library(
         "DataLoader(..., {}) in train_dataloader() of the DataModule or LightningModule",

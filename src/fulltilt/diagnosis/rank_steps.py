@@ -24,35 +24,29 @@ WARMING_UP = 2
 LEAST_EVENTS = 8
 
 
-class RankWork:
-    """What one rank had worked, without waiting for others, and waited for data, by the number of steps made."""
+# What one rank had worked, without waiting for others, and waited for data, in seconds, by the number of steps made.
+Work = list[tuple[int, float, float]]
 
-    def __init__(self, spans: tuple[Span, ...]) -> None:
-        self.steps: list[int] = [0]
-        self._own_s: list[float] = [0.0]
-        self._data_wait_s: list[float] = [0.0]
-        own_s = data_wait_s = 0.0
-        for span in spans:
-            buckets = span.buckets
-            own_s += max(span.t1_s - span.t0_s - buckets.communication_s - buckets.startup_s, 0.0)
-            data_wait_s += buckets.data_wait_s
-            if span.steps:
-                self.steps.append(self.steps[-1] + span.steps)
-                self._own_s.append(own_s)
-                self._data_wait_s.append(data_wait_s)
 
-    def at(self, step: int) -> tuple[float, float]:
-        """Own work and data wait, in seconds, when it had made so many steps; between two spans in proportion."""
-        place = min(bisect_left(self.steps, step), len(self.steps) - 1)
-        if self.steps[place] == step or place == 0:
-            return self._own_s[place], self._data_wait_s[place]
-        before, after = self.steps[place - 1], self.steps[place]
-        part = (step - before) / (after - before)
-        own_s, data_wait_s = self._own_s, self._data_wait_s
-        return (
-            own_s[place - 1] + part * (own_s[place] - own_s[place - 1]),
-            data_wait_s[place - 1] + part * (data_wait_s[place] - data_wait_s[place - 1]),
-        )
+def _work_of(spans: tuple[Span, ...]) -> Work:
+    work: Work = [(0, 0.0, 0.0)]
+    own_s = data_wait_s = 0.0
+    for span in spans:
+        buckets = span.buckets
+        own_s += max(span.t1_s - span.t0_s - buckets.communication_s - buckets.startup_s, 0.0)
+        data_wait_s += buckets.data_wait_s
+        if span.steps:
+            work.append((work[-1][0] + span.steps, own_s, data_wait_s))
+    return work
+
+
+def _at(work: Work, step: int) -> tuple[float, float]:
+    """Own work and data wait when it had made so many steps; between two spans in proportion."""
+    place = min(bisect_left(work, step, key=lambda done: done[0]), len(work) - 1)
+    (before, *earlier), (after, *later) = work[max(place - 1, 0)], work[place]
+    part = (step - before) / (after - before) if after > before else 1.0
+    own_s, data_wait_s = (low + part * (high - low) for low, high in zip(earlier, later, strict=True))
+    return own_s, data_wait_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +119,15 @@ class RankSteps:
 
 def align(run: Run) -> RankSteps | None:
     """The steps of all ranks side by side; None for a single rank, or where there is nothing to compare."""
-    work = [RankWork(spans) for spans in run.spans]
-    common = min((one.steps[-1] for one in work), default=0)
+    work = [_work_of(spans) for spans in run.spans]
+    common = min((one[-1][0] for one in work), default=0)
     if len(work) < 2 or common <= WARMING_UP:
         return None
-    coarsest = min(work, key=lambda one: len(one.steps)).steps
-    borders = [step for step in coarsest if WARMING_UP <= step <= common]
-    every = -(-len(borders) // MOST_WINDOWS)
-    borders = borders[::every] if borders else []
+    borders = [step for step, _, _ in min(work, key=len) if WARMING_UP <= step <= common]
+    borders = borders[:: max(-(-len(borders) // MOST_WINDOWS), 1)]
     if len(borders) < 2:
         return None
-    at = [[one.at(step) for step in borders] for one in work]
+    at = [[_at(one, step) for step in borders] for one in work]
     windows = []
     for place in range(1, len(borders)):
         own = tuple(max(rank[place][0] - rank[place - 1][0], 0.0) for rank in at)

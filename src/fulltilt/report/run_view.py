@@ -41,8 +41,6 @@ def ended(record: RunRecord) -> str:
 
 def after_startup(finding: Finding) -> str:
     """``62 % of the time after start-up``: the base of every share that is told, but those of the ledger."""
-    if finding.share_after_startup is None:  # written by an earlier version
-        return f"{percent(finding.share)} of the wall time"
     return f"{percent(finding.share_after_startup)} of the time after start-up"
 
 
