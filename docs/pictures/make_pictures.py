@@ -25,7 +25,7 @@ from fulltilt.cli.streams import wrapped
 from fulltilt.diagnosis import answer
 from fulltilt.figures import cpus
 from fulltilt.report import page, terminal
-from fulltilt.report.comparison import Reported
+from fulltilt.report.run_view import Reported
 
 HERE = Path(__file__).parent
 

@@ -8,8 +8,7 @@ import pytest
 from fulltilt.diagnosis.loaders import joined_lines
 from fulltilt.records import Buckets, HotLine, Ledger, Throughput
 from fulltilt.report import run_view
-from fulltilt.report.comparison import compare, told_apart
-from fulltilt.report.run_view import loader_sites, step_picture
+from fulltilt.report.run_view import compare, loader_sites, step_picture, told_apart
 from tests.report import examples
 
 # --------------------------------------------------------------------------- words

@@ -16,8 +16,8 @@ from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.figures import clean
 from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
-from fulltilt.report.comparison import Reported
 from fulltilt.report.console import open_console
+from fulltilt.report.run_view import Reported
 
 RUNS_FOLDER = Path("fulltilt-runs")
 COMPARISON_FILE = Path("fulltilt-report.html")

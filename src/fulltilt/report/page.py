@@ -17,7 +17,6 @@ from fulltilt import figures
 from fulltilt.diagnosis.verdict import title
 from fulltilt.records import CheckLine, Diagnosis, Finding, GpuSummary, LoaderRecord, Machine, RankRecord, Run
 from fulltilt.report import run_view
-from fulltilt.report.comparison import Reported, compare, told_apart
 from fulltilt.report.markup import Child, Markup, element
 from fulltilt.report.page_charts import (
     bucket_class,
@@ -30,7 +29,7 @@ from fulltilt.report.page_charts import (
     step_lanes,
 )
 from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS, bucket_order
-from fulltilt.report.run_view import loader_sites, step_picture
+from fulltilt.report.run_view import Reported, compare, loader_sites, step_picture, told_apart
 from fulltilt.store import write_text
 
 # --------------------------------------------------------------------------- parts

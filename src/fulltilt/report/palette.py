@@ -14,11 +14,15 @@ from fulltilt.records import BUCKETS, Ledger
 
 @dataclass(frozen=True, slots=True)
 class Tint:
-    """How one bucket or phase is shown: its name, its colour as ``#rrggbb``, and what it stands for."""
+    """How one bucket or phase is shown: its name, its colour as ``#rrggbb``, and what it stands for.
+
+    ``pattern`` tells a bucket from the others on a console without colours, and maybe without block characters.
+    """
 
     label: str
     colour: str
     meaning: str
+    pattern: str = "█"
 
     @property
     def ink(self) -> str:
@@ -35,17 +39,17 @@ _DARK = (_COMPUTE, _TRANSFER, _HOST, _PREPROCESS, _VALIDATION, _OPTIMIZER)
 IDLE = "idle"
 
 BUCKET_TINTS: dict[str, Tint] = {
-    "startup_s": Tint("start-up", "#80868f", "imports, data sets and models being built"),
-    "data_wait_s": Tint("data wait", _DATA, "the training loop stands still until a batch arrives"),
-    "transfer_s": Tint("transfer", _TRANSFER, "copies to the GPU that hold it up"),
+    "startup_s": Tint("start-up", "#80868f", "imports, data sets and models being built", ":"),
+    "data_wait_s": Tint("data wait", _DATA, "the training loop stands still until a batch arrives", "░"),
+    "transfer_s": Tint("transfer", _TRANSFER, "copies to the GPU that hold it up", ">"),
     "compute_s": Tint("compute", _COMPUTE, "forward, backward and optimizer: what the machine is there for"),
-    "sync_s": Tint("sync", "#d86bba", "the host waits for the GPU, and the GPU then waits for the host"),
-    "host_code_s": Tint("host code", _HOST, "Python of the training script, while nothing computes"),
-    "validation_s": Tint("validation", _VALIDATION, "evaluation inside the run"),
-    "checkpoint_s": Tint("checkpoint", "#2e9ada", "saving the model while training stands still"),
-    "epoch_turnover_s": Tint("epoch turn-over", "#759c66", "workers stop and start between epochs"),
-    "communication_s": Tint("communication", "#687bf9", "gradient exchange that computing does not hide"),
-    "unattributed_s": Tint("unattributed", "#80868f", "time that could not be told apart"),
+    "sync_s": Tint("sync", "#d86bba", "the host waits for the GPU, and the GPU then waits for the host", "|"),
+    "host_code_s": Tint("host code", _HOST, "Python of the training script, while nothing computes", "▒"),
+    "validation_s": Tint("validation", _VALIDATION, "evaluation inside the run", "▓"),
+    "checkpoint_s": Tint("checkpoint", "#2e9ada", "saving the model while training stands still", "&"),
+    "epoch_turnover_s": Tint("epoch turn-over", "#759c66", "workers stop and start between epochs", "~"),
+    "communication_s": Tint("communication", "#687bf9", "gradient exchange that computing does not hide", "%"),
+    "unattributed_s": Tint("unattributed", "#80868f", "time that could not be told apart", "?"),
 }
 
 PHASE_TINTS: dict[str, Tint] = {

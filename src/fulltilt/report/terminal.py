@@ -16,9 +16,8 @@ from fulltilt.diagnosis.verdict import title
 from fulltilt.figures import clean, one_line
 from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, Ledger, Run
 from fulltilt.report import run_view
-from fulltilt.report.comparison import Reported, compare, told_apart
 from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint, bucket_order
-from fulltilt.report.run_view import StepPicture, step_picture
+from fulltilt.report.run_view import Reported, StepPicture, compare, step_picture, told_apart
 from fulltilt.store import REPORT_FILE
 
 # --------------------------------------------------------------------------- bars
@@ -26,25 +25,9 @@ from fulltilt.store import REPORT_FILE
 BULLET, ARROW = "·", "→"
 
 
-# Each bucket's own, where the console shows no colours, and maybe no block characters.
-PATTERNS = {
-    "start-up": ":",
-    "data wait": "░",
-    "transfer": ">",
-    "compute": "█",
-    "sync": "|",
-    "host code": "▒",
-    "validation": "▓",
-    "checkpoint": "&",
-    "epoch turn-over": "~",
-    "communication": "%",
-    "unattributed": "?",
-}
-
-
 def fill(tint: Tint, colour: bool) -> tuple[str, str]:
     """The character and the style of a segment."""
-    return ("█", tint.colour) if colour else (PATTERNS[tint.label], "")
+    return ("█", tint.colour) if colour else (tint.pattern, "")
 
 
 def split_cells(lengths: Sequence[float], width: int) -> list[int]:
