@@ -69,8 +69,7 @@ def check_presence(machine: Machine, gpus: Sequence[GpuReading]) -> CheckLine:
     if not gpus:
         remedy = "Training will run on the CPU. A container needs --gpus all; elsewhere see what nvidia-smi says."
         return CheckLine("GPU", "warn", f"none: {machine.why_no_gpu or 'no GPU was found'}", remedy)
-    lost = [f"GPU {gpu.index} ({gpu.name}) no longer answers" for gpu in gpus if gpu.lost]
-    if lost:
+    if lost := [f"GPU {gpu.index} ({gpu.name}) no longer answers" for gpu in gpus if gpu.lost]:
         remedy = "Look for Xid errors in dmesg, then reset it (nvidia-smi --gpu-reset) or restart the machine."
         return CheckLine("GPU", "fail", "; ".join(lost), remedy)
     names = [gpu.name for gpu in gpus]
@@ -149,11 +148,9 @@ def check_throttling(gpus: Sequence[GpuReading]) -> CheckLine:
     slowed = [(gpu, reasons) for gpu in gpus if (reasons := slowing_reasons(gpu))]
     if not slowed:
         return CheckLine("throttling", "ok", "none")
-    figure = "; ".join(
-        f"GPU {gpu.index}: {', '.join(reasons).replace('_', ' ')}{_clock(gpu)}" for gpu, reasons in slowed
-    )
+    told = (f"GPU {gpu.index}: {', '.join(reasons).replace('_', ' ')}{_clock(gpu)}" for gpu, reasons in slowed)
     remedy = _THROTTLE_REMEDIES.get(slowed[0][1][0], "See nvidia-smi -q -d PERFORMANCE.")
-    return CheckLine("throttling", "warn", figure, remedy)
+    return CheckLine("throttling", "warn", "; ".join(told), remedy)
 
 
 def _clock(gpu: GpuReading) -> str:
@@ -164,25 +161,20 @@ def _clock(gpu: GpuReading) -> str:
 
 def check_temperature(gpus: Sequence[GpuReading]) -> CheckLine:
     """How far is each GPU from the temperature at which it slows itself down?"""
-    known = [
-        (gpu.temperature_limit_c - gpu.temperature_c, gpu)
-        for gpu in gpus
-        if gpu.temperature_c is not None and gpu.temperature_limit_c is not None
-    ]
+    known = []  # by how many degrees it is below its limit, its index, and both in words
+    for gpu in gpus:
+        now, limit = gpu.temperature_c, gpu.temperature_limit_c
+        if now is not None and limit is not None:
+            known.append((limit - now, gpu.index, f"{now:.0f} °C, slows down at {limit:.0f} °C"))
     if not known:
         return CheckLine("temperature", "skip", "the driver does not tell it together with its limit")
-    hot = [(margin, gpu) for margin, gpu in known if margin < LIMITS.temperature_margin_c]
-    if hot:
-        figure = "; ".join(f"GPU {gpu.index}: {_temperature(gpu)}" for _, gpu in hot)
-        remedy = "Improve the cooling, or lower the power: nvidia-smi -pl WATTS"
-        return CheckLine("temperature", "fail" if min(margin for margin, _ in hot) <= 0 else "warn", figure, remedy)
-    _, hottest = min(known, key=lambda entry: entry[0])
-    which = "" if len(known) == 1 else f"GPU {hottest.index} is the hottest: "
-    return CheckLine("temperature", "ok", which + _temperature(hottest))
-
-
-def _temperature(gpu: GpuReading) -> str:
-    return f"{gpu.temperature_c:.0f} °C, slows down at {gpu.temperature_limit_c:.0f} °C"
+    margin, hottest, told = min(known)
+    if margin >= LIMITS.temperature_margin_c:
+        which = "" if len(known) == 1 else f"GPU {hottest} is the hottest: "
+        return CheckLine("temperature", "ok", which + told)
+    figure = "; ".join(f"GPU {index}: {told}" for left, index, told in known if left < LIMITS.temperature_margin_c)
+    remedy = "Improve the cooling, or lower the power: nvidia-smi -pl WATTS"
+    return CheckLine("temperature", "fail" if margin <= 0 else "warn", figure, remedy)
 
 
 # --------------------------------------------------------------------------- data

@@ -296,19 +296,16 @@ def write_json(path: Path, value: Any, again: bool = False) -> None:
     write_text(path, _to_json(value, indent=1) + "\n", again=again)
 
 
-def write_text(
-    path: Path, text: str, encoding: str = "utf-8", again: bool = False, signature: bytes | None = None
-) -> None:
+def write_text(path: Path, text: str, again: bool = False, signature: bytes | None = None) -> None:
     """Write ``text`` whole, readable by its owner alone: it may hold a command line. Raises ForeignFiles.
 
     A file that is written ``again`` and again costs the folder's marker one line only. Outside of Fulltilt's own
     folders an existing file is replaced only where it bears the ``signature``.
     """
     # A file name that is not UTF-8 reaches us with surrogates, which UTF-8 cannot hold.
-    data = text.encode(encoding, errors="backslashreplace")
+    data = text.encode(errors="backslashreplace")
     try:
-        owned = OwnedFolder.around(path)
-        if owned is not None:
+        if (owned := OwnedFolder.around(path)) is not None:
             owned.write(_absolute(path), data, PRIVATE, again)
         else:
             write_named_file(path, data, PRIVATE, signature)

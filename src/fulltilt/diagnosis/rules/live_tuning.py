@@ -31,16 +31,22 @@ _OF_THE_LOADER = (*_INPUT, "cpu_oversubscribed")
 def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
     """A finding about the loader with live tuning's figures and settings in it, where a trial came to its end."""
     loader, live = evidence.loader, evidence.live
-    if not isinstance(judgement, Finding) or loader is None or live is None:
-        return judgement
-    if judgement.code not in _OF_THE_LOADER:
+    if not isinstance(judgement, Finding) or judgement.code not in _OF_THE_LOADER or loader is None or live is None:
         return judgement
     if live.state == "left_alone":
         first = f"Live tuning left this loader alone: {live.why}. Once that is mended, or if it does not matter: "
         return replace(judgement, fix=first + judgement.fix)
     if not changes(live) and not _judged(live):
         trial = on_trial(live)
-        return judgement if trial is None or not live.before.num_workers else _cut_off(evidence, judgement, live, trial)
+        if trial is None or not live.before.num_workers:
+            return judgement
+        # The first trial had not come to its end: what the workers did is of two settings, and advises nothing.
+        fix = (
+            f"Run it longer with --auto, or once without. Live tuning had only begun to try {settings_words(trial)}, "
+            "and the figures of the workers mix that with the script's own settings."
+        )
+        facts = tuple(_facts(evidence, live))
+        return replace(judgement, evidence=facts, fix=fix, predicted_speedup=gain_without_wait(evidence))
     serial = live.before.num_workers == 0 and judgement.code in _INPUT
     return replace(
         judgement,
@@ -50,16 +56,6 @@ def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
         fix=_fix(evidence, loader, live),
         predicted_speedup=_gain(evidence, loader, live),
     )
-
-
-def _cut_off(evidence: Evidence, finding: Finding, live: LiveRecord, trial: Settings) -> Finding:
-    """The first trial had not come to its end: what the workers did is of two settings, and advises nothing."""
-    fix = (
-        f"Run it longer with --auto, or once without. Live tuning had only begun to try {settings_words(trial)}, and "
-        "the figures of the workers mix that with the script's own settings."
-    )
-    at_stake = gain_without_wait(evidence)
-    return replace(finding, evidence=tuple(_facts(evidence, live)), fix=fix, predicted_speedup=at_stake)
 
 
 def _judged(live: LiveRecord) -> list[LiveMove]:
@@ -125,21 +121,19 @@ def changes(live: LiveRecord) -> dict[str, tuple[Value, Value]]:
     """The settings that live tuning changed, each as it was and as it is; none where it left the loader alone."""
     if live.state == "left_alone":
         return {}
-    pairs = {
-        field.name: (getattr(live.before, field.name), getattr(live.settings, field.name)) for field in fields(Settings)
-    }
-    default = {"prefetch_factor": _DEFAULT_PREFETCH}
-    return {
-        name: (before, after)
-        for name, (before, after) in pairs.items()
-        if (before or default.get(name)) != (after or default.get(name))
-    }
+    changed = {}
+    for field in fields(Settings):
+        before, after = getattr(live.before, field.name), getattr(live.settings, field.name)
+        default = _DEFAULT_PREFETCH if field.name == "prefetch_factor" else None
+        if (before or default) != (after or default):
+            changed[field.name] = before, after
+    return changed
 
 
 def on_trial(live: LiveRecord) -> Settings | None:
     """The settings whose trial had not come to its end when the record was written."""
-    last = live.moves[-1] if live.moves else None
-    return last.settings if last is not None and live.state == "trying" and last.outcome == "trying" else None
+    trying = live.state == "trying" and live.moves and live.moves[-1].outcome == "trying"
+    return live.moves[-1].settings if trying else None
 
 
 def settings_words(settings: Settings) -> str:
