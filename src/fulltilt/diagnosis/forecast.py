@@ -59,7 +59,9 @@ def forecast(
     soonest = max(missing / (rate + 2.0 * error), 0.0)
     latest = max(missing / max(rate - 2.0 * error, 1e-12), soonest)
     if limit is not None:
-        latest = max(latest, _epochs_to(goal, level, *limit))
+        end, share = limit
+        shrinks = math.log((end - goal) / max(end - level, 1e-300)) if end > goal else -math.inf
+        latest = max(latest, shrinks / math.log(share))
     hours = None if epoch_s is None else (soonest * epoch_s / 3600.0, latest * epoch_s / 3600.0)
     sentence = f"{shown}: the target {target:g} in {_epochs(soonest, latest)}"
     if hours is not None:
@@ -114,9 +116,3 @@ def _limit(points: list[tuple[float, float]]) -> tuple[float, float] | None:
     gap = late / -math.log(share)  # the slope of the law at the second half's middle is gap · −ln(share)
     centre = sum(y for _, y in second) / len(second)
     return centre + gap, share
-
-
-def _epochs_to(goal: float, level: float, limit: float, share: float) -> float:
-    if limit <= goal:
-        return math.inf
-    return max(math.log((limit - goal) / max(limit - level, 1e-300)) / math.log(share), 0.0)

@@ -201,7 +201,9 @@ def standstill(run: Run) -> Standstill | None:
     silent_s = LIMITS.silent_s * max(len(run.ranks) / 64, 1)  # very many ranks write less often
     silent = [rank for rank in alive if now_s - rank.t1_s > silent_s]
     # Who has a record and is in no collective keeps the others waiting; if all are, or none, the steps made may tell.
-    missing = silent or [rank for rank in alive if not _waits_for_ranks(rank)]
+    since = [(rank, rank.under_way) for rank in alive]
+    in_collective = [r for r, span in since if span and 2 * span.buckets.communication_s >= span.t1_s - span.t0_s]
+    missing = silent or [rank for rank in alive if rank not in in_collective]
     if len(missing) == len(alive):
         fewest = min(rank.steps for rank in alive)
         missing = [rank for rank in alive if rank.steps == fewest]
@@ -209,8 +211,3 @@ def standstill(run: Run) -> Standstill | None:
         return None
     told = tuple((rank, now_s - rank.t1_s if rank in silent else None) for rank in missing)
     return Standstill(for_s, told, tuple(rank for rank in alive if rank not in missing))
-
-
-def _waits_for_ranks(rank: RankRecord) -> bool:
-    since = rank.under_way
-    return since is not None and since.buckets.communication_s >= (since.t1_s - since.t0_s) / 2

@@ -20,7 +20,10 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
         return Verdict("no_steps", 0.0, f"{_nothing_trained(evidence)}.")
     ended = _ending(evidence.run, evidence.throughput.steps)
     if not findings and evidence.too_short:
-        return Verdict("too_short", 0.0, f"{_too_short(evidence)}{ended}.")
+        seen = f"{count('step', evidence.throughput.steps)} in {seconds(evidence.active_s)} after start-up"
+        short = evidence.active_s <= LIMITS.longest_too_short_s
+        wanted = f"more than {seconds(LIMITS.longest_too_short_s)}" if short else "more steps"
+        return Verdict("too_short", 0.0, f"Too short to tell: {seen}; let it train for {wanted}{ended}.")
     if not findings:
         # No rule found anything and compute does not dominate: name what does, and that its cause is not known.
         largest = max((b for b in BUCKETS if b != "startup_s"), key=lambda bucket: getattr(evidence.buckets, bucket))
@@ -161,13 +164,6 @@ def _nothing_trained(evidence: Evidence) -> str:
     if run.state == "running":
         return "Nothing has trained yet: no optimizer step was seen so far"
     return "No training was seen: no DataLoader, no backward() and no optimizer step"
-
-
-def _too_short(evidence: Evidence) -> str:
-    seen = f"{count('step', evidence.throughput.steps)} in {seconds(evidence.active_s)} after start-up"
-    shortest = seconds(LIMITS.longest_too_short_s)
-    wanted = f"more than {shortest}" if evidence.active_s <= LIMITS.longest_too_short_s else "more steps"
-    return f"Too short to tell: {seen}; let it train for {wanted}"
 
 
 # --------------------------------------------------------------------------- how the run ended

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fulltilt import figures
 from fulltilt.diagnosis.verdict import title
-from fulltilt.records import CheckLine, Diagnosis, Finding, GpuSummary, LoaderRecord, Machine, RankRecord, Run
+from fulltilt.records import CheckLine, Diagnosis, Finding, LoaderRecord, Machine, RankRecord, Run
 from fulltilt.report import run_view
 from fulltilt.report.markup import Child, Markup, element
 from fulltilt.report.page_charts import (
@@ -123,12 +123,6 @@ def figure_table(
     top = element("tr", element("th", corner, scope="col") if corner else element("td"), head)
     table = element("table", element("thead", top), element("tbody", body), class_=class_)
     return element("div", table, class_="scrolling", tabindex="0", role="region", aria_label=name)
-
-
-def gpu_table(gpus: Sequence[GpuSummary]) -> Markup | None:
-    """Each GPU over the training part, with utilisation beside what tells whether it is real."""
-    rows = [(f"{gpu.index} {gpu.name}", [cell(gpu) for cell in run_view.GPU_FIGURES.values()], None) for gpu in gpus]
-    return figure_table("GPUs", "GPU", tuple(run_view.GPU_FIGURES), rows) if rows else None
 
 
 # --------------------------------------------------------------------------- checklist
@@ -269,6 +263,8 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
     more = (run_view.utilisation_line(diagnosis), run_view.job_line(diagnosis), run_view.compile_line(run))
     cards = [_finding_card(finding) for finding in diagnosis.findings]
     notes = [element("li", line) for line in run_view.notes(run, diagnosis)]
+    cells = run_view.GPU_FIGURES
+    gpus = [(f"{gpu.index} {gpu.name}", [cell(gpu) for cell in cells.values()], None) for gpu in diagnosis.gpu]
     return [
         section(
             "Where the time went",
@@ -283,7 +279,7 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
         section("Over time", chart_grid(step_charts(run, diagnosis), wide=True)),
         section(
             "The machine",
-            gpu_table(diagnosis.gpu),
+            figure_table("GPUs", "GPU", tuple(cells), gpus) if gpus else None,
             element("p", USE_IS_NOT_WORK, class_="aside") if diagnosis.gpu else None,
             chart_grid(machine_charts(run, diagnosis)),
         ),

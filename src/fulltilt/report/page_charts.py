@@ -207,10 +207,12 @@ def line_chart(
         x = round(min(max(point.t_s / wall_s, 0.0), 1.0) * GRAIN)
         return f"{x},{round((1 - min(max(value * scale / full, 0.0), 1.0)) * GRAIN)}"
 
+    began = [round(t_s / wall_s * GRAIN) for t_s in epochs_s]
+    heights = [round((1 - value / full) * GRAIN) for value in levels]
     drawing = [
-        *(_rule(t_s / wall_s) for t_s in epochs_s),
+        *(element("path", d=f"M{x},0 {x},{GRAIN}", class_="epoch") for x in began),
         *(_band(line, place) for line in lines),
-        *(_level(value / full) for value in levels),
+        *(element("path", d=f"M0,{y} {GRAIN},{y}", class_="level") for y in heights),
         *(_stroke(line, place) for line in lines),
     ]
     legend = [(line.colour, line.label) for line in lines]
@@ -296,16 +298,6 @@ def _staircase(values: Sequence[float], backwards: bool = False) -> str:
         else:
             corners += [(left, y), (right, y)]
     return "M" + " ".join(f"{x},{y}" for x, y in (reversed(corners) if backwards else corners))
-
-
-def _level(height: float) -> Markup:
-    y = round((1 - height) * GRAIN)
-    return element("path", d=f"M0,{y} {GRAIN},{y}", class_="level")
-
-
-def _rule(place: float) -> Markup:
-    x = round(place * GRAIN)
-    return element("path", d=f"M{x},0 {x},{GRAIN}", class_="epoch")
 
 
 def _figure(

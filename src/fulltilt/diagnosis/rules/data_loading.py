@@ -284,7 +284,13 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
     else:
         fix, predicted = _cheaper_fetch(evidence, loader, limit, line), _line_gain(evidence, line)
     if limit is Limit.IO:
-        facts += _storage_facts(evidence)
+        read = evidence.workers.read_bytes if evidence.workers else None
+        if read is not None and read >= LIMITS.storage_read_bytes_per_s * evidence.active_s:
+            facts.append(f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s")
+        elif read is not None:
+            others = "the network file system" if _stage_data(evidence) else "a lock, a sleep or a service"
+            facts.append(f"the workers read only {size(read)} from storage: they wait for {others}")
+        facts += _storage_kind(evidence)
         fix += _stage_data(evidence)
     return _waiting(evidence, code, facts, fix, line.where if line else loader.where, predicted)
 
@@ -306,17 +312,6 @@ def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, limit: Limit, line:
         f"({_cpus(evidence)}). "
         "Do its deterministic part once and store the result, work on smaller inputs, or move it to the GPU."
     )
-
-
-def _storage_facts(evidence: Evidence) -> list[str]:
-    read = evidence.workers.read_bytes if evidence.workers else None
-    if read is None:
-        return _storage_kind(evidence)
-    told = f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s"
-    if read < LIMITS.storage_read_bytes_per_s * evidence.active_s:
-        others = "the network file system" if _stage_data(evidence) else "a lock, a sleep or a service"
-        told = f"the workers read only {size(read)} from storage: they wait for {others}"
-    return [told, *_storage_kind(evidence)]
 
 
 def _storage_kind(evidence: Evidence) -> list[str]:

@@ -109,7 +109,10 @@ def host_code(evidence: Evidence) -> Judgement:
     if not lines:
         facts.append("no stack was sampled, so the line is not known")
     predicted = by_removing(share)
-    if lines and _most_in_one_function(lines) < LIMITS.guilty_function_share * cost_s:
+    by_function: dict[tuple[str, str], float] = defaultdict(float)
+    for line in lines:
+        by_function[line.where.rpartition(":")[0], line.function] += line.seconds
+    if lines and max(by_function.values()) < LIMITS.guilty_function_share * cost_s:
         fix = (
             "It is spread thin over many functions, so no line is to blame: it comes with every step. Make fewer and "
             "larger steps (a larger batch), or compile the model (torch.compile)."
@@ -126,13 +129,6 @@ def host_code(evidence: Evidence) -> Judgement:
     if lines:
         fix = _speed_up_line(lines[0], share, _is_seldom(evidence), fed=evidence.loader is not None)
     return found(evidence, "host_code", cost_s, facts, fix, lines[0].where if lines else None, predicted)
-
-
-def _most_in_one_function(lines: tuple[HotLine, ...]) -> float:
-    by_function: dict[tuple[str, str], float] = defaultdict(float)
-    for line in lines:
-        by_function[line.where.rpartition(":")[0], line.function] += line.seconds
-    return max(by_function.values(), default=0.0)
 
 
 def _is_seldom(evidence: Evidence) -> bool:
