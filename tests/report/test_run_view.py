@@ -94,7 +94,7 @@ def made_anew_each_epoch():
 
 def test_loaders_of_one_line_are_one():
     run, _ = made_anew_each_epoch()
-    ((loader, (work,)),) = loader_sites(run.ranks[0])
+    ((loader, work),) = loader_sites(run.ranks[0])
     assert (loader.passes, loader.batches, loader.samples) == (3, 450, 28800)
     assert work.batches == 450
     assert work.fetch_s == pytest.approx(0.94 * 450)

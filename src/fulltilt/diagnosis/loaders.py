@@ -20,15 +20,8 @@ from fulltilt.records import HotLine, LiveRecord, LoaderRecord, RankRecord, Work
 # Two that a line makes may be drawn from side by side (labelled and unlabelled), or be two stages.
 SIDE_BY_SIDE = 2
 _SUMS = (
-    "constructed",
-    "passes",
-    "batches",
-    "eval_batches",
-    "samples",
-    "wait_s",
-    "wait_cpu_s",
-    "pickled_workers",
-    "pickle_s",
+    *("constructed", "passes", "batches", "eval_batches", "samples", "wait_s", "wait_cpu_s"),
+    *("pickled_workers", "pickle_s"),
 )
 _WORKER_SUMS = ("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes", "reads")
 
@@ -42,16 +35,14 @@ def one_loader_a_line(rank: RankRecord) -> RankRecord:
     for same in lines.values():
         if len(same) > SIDE_BY_SIDE:
             one, work = joined(rank, same)
-            others = [loader for loader in same if loader.loader_id != one.loader_id]
-            rank = replace(
-                rank,
-                loaders=tuple(one if x.loader_id == one.loader_id else x for x in rank.loaders if x not in others),
-                workers=(*(x for x in rank.workers if x.loader_id not in {y.loader_id for y in same}), *work),
-            )
+            ids = {loader.loader_id for loader in same}
+            loaders = (one if loader is same[0] else loader for loader in rank.loaders if loader not in same[1:])
+            others = (record for record in rank.workers if record.loader_id not in ids)
+            rank = replace(rank, loaders=tuple(loaders), workers=(*others, *([work] if work else ())))
     return rank
 
 
-def joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecord, tuple[WorkerRecord, ...]]:
+def joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecord, WorkerRecord | None]:
     """Several loaders as if they were one, and the record of all their workers, if there is any."""
     first = same[0]
     # The first wait of each later one is that for another pass.
@@ -68,8 +59,8 @@ def joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecord
     ids = {one.loader_id for one in same}
     records = [record for record in rank.workers if record.loader_id in ids]
     if not records:
-        return loader, ()
-    work = WorkerRecord(
+        return loader, None
+    return loader, WorkerRecord(
         loader_id=first.loader_id,
         processes=max(record.processes for record in records),
         lines=joined_lines(line for record in records for line in record.lines),
@@ -79,7 +70,6 @@ def joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecord
         growth=records[-1].growth,
         **{name: _sum(records, name) for name in _WORKER_SUMS},
     )
-    return loader, (work,)
 
 
 def joined_lines(lines: Iterable[HotLine]) -> tuple[HotLine, ...]:
@@ -260,9 +250,7 @@ def find_limit(
     # Crowded workers also look idle: what queues for a CPU after its fetch, or before the next one, does not fetch.
     if is_crowded(supply, crowding):
         return Limit.CROWDED
-    if supply.idle_share >= LIMITS.idle_workers_share:
-        return Limit.HANDOVER
-    if _handover_explains(supply, delivered_samples_per_s):
+    if supply.idle_share >= LIMITS.idle_workers_share or _handover_explains(supply, delivered_samples_per_s):
         return Limit.HANDOVER
     if supply.busy_share is not None:
         return Limit.CPU if supply.busy_share >= LIMITS.cpu_bound_share else Limit.IO

@@ -33,14 +33,12 @@ def low_gpu_warning(
     active_s = buckets.total_s - buckets.startup_s
     if active_s <= 0:
         return None
-    if util_pct is not None:
-        if util_pct >= LIMITS.low_util_pct:
-            return None
-        title = f"GPU utilization is low ({pct(util_pct)})"
-    else:
-        share = buckets.data_wait_s / active_s
-        if share < LIMITS.severe_share:
-            return None
+    share = buckets.data_wait_s / active_s
+    well = share < LIMITS.severe_share if util_pct is None else util_pct >= LIMITS.low_util_pct
+    if well:
+        return None
+    title = f"GPU utilization is low ({pct(util_pct)})"
+    if util_pct is None:
         title = f"{_CAUSES['data_wait_s']} ({percent(share)} of the training time)"
     name = likely_cause(buckets, util_pct is not None)
     cause = f"{_CAUSES[name]} ({percent(getattr(buckets, name) / active_s)} of the training time)"

@@ -216,7 +216,7 @@ RUN_FIGURES: dict[str, Callable[[Diagnosis], str]] = {
 
 # --------------------------------------------------------------------------- one step
 
-Site = tuple[LoaderRecord, tuple[WorkerRecord, ...]]
+Site = tuple[LoaderRecord, WorkerRecord | None]
 
 
 def loader_sites(rank: RankRecord) -> list[Site]:
@@ -306,7 +306,7 @@ def _gpu_lane(phases: Phases, traced: GpuStep | None) -> Lane | None:
 
 def _worker_lane(site: Site, steps: int, step_s: float) -> Lane | None:
     """What each worker does in the time of one step, all workers being equal."""
-    loader, work = site[0], site[1][0] if site[1] else None
+    loader, work = site
     if work is None or work.batches == 0 or loader.num_workers == 0 or steps == 0:
         return None
     # A worker's batches may be fewer than the loader's: what it had not told when it was stopped is missing.

@@ -310,7 +310,9 @@ def _machine(view: WatchView, width: int, rows: int, gap: int, compact: bool) ->
     """Everything above the jobs."""
     blank = [Text()] * gap
     gpus = range(len(view.now.gpus))
-    lines = [_header(view, width)]
+    left = Text("fulltilt watch", HEAD).append(clean(f"  {view.hostname}  {view.clock}"), PLAIN)
+    recording = "" if view.recording is None else f"recording to {clean(view.recording)}, "
+    lines = [spread(left, Text(f"{recording}every {view.interval_s:g} s, q quits", DIM), width)]
     if not gpus:
         lines += [*blank, Text("no GPU", HEAD).append(f"  {clean(view.why_no_gpu or 'none was found')}", PLAIN)]
     elif compact:
@@ -323,9 +325,3 @@ def _machine(view: WatchView, width: int, rows: int, gap: int, compact: bool) ->
             lines += [*blank, *side_by_side(blocks, column_width)]
     # The host's chart is the largest only where there is no GPU.
     return [*lines, *blank, *host_block(view, width, min(rows, 3) if gpus else rows)]
-
-
-def _header(view: WatchView, width: int) -> Text:
-    left = Text("fulltilt watch", HEAD).append(clean(f"  {view.hostname}  {view.clock}"), PLAIN)
-    recording = "" if view.recording is None else f"recording to {clean(view.recording)}, "
-    return spread(left, Text(f"{recording}every {view.interval_s:g} s, q quits", DIM), width)
