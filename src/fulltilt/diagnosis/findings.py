@@ -105,10 +105,7 @@ _FATAL = ("memory_pressure", "worker_memory_growth", "shm_small")
 
 
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """What fixing would win most comes first; the healthy end stands before mere remarks, behind all else.
-
-    A job short of memory comes first: it may end before anything else matters.
-    """
+    """What fixing would win most comes first, behind a lack of memory, which may end the job; remarks come last."""
 
     def place(finding: Finding) -> tuple[int, float, float]:
         if finding.code in _FATAL and finding.severity == "severe":

@@ -43,10 +43,7 @@ def training_samples(run: Run) -> tuple[Sample, ...]:
 
 
 def summarise_gpus(run: Run) -> tuple[GpuSummary, ...]:
-    """Each GPU of the job over its training part, in the order of their indices.
-
-    When the ranks say which GPUs they use only those are listed, otherwise every GPU that was sampled.
-    """
+    """Each GPU that the ranks use over the training part, by index; every one that was sampled if they do not say."""
     machines = [run.run.machine, *(task.machine for task in run.tasks)]
     named = {reading.uuid: reading for machine in machines for reading in machine.gpus}
     readings: dict[str, list[GpuReading]] = {uuid: [] for uuid in named}
@@ -120,10 +117,7 @@ def vram_used_share(gpu: GpuSummary) -> float | None:
 
 
 def use_before_the_job(run: Run, uuid: str) -> float | None:
-    """How busy others kept a GPU, in percent of the time, while the job was not on it yet.
-
-    None after a look or two: a neighbour may have its pauses.
-    """
+    """How busy others kept a GPU (%) before the job was on it; None after a look or two, which may be pauses."""
     readings = (reading for sample in run.samples for reading in sample.gpus if reading.uuid == uuid)
     without_us = [reading for reading in readings if reading.processes and not any(p.ours for p in reading.processes)]
     return mean(_present(r.util_pct for r in without_us)) if len(without_us) >= LEAST_LOOKS else None

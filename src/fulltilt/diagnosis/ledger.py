@@ -42,10 +42,7 @@ def unseen_seconds(run: Run) -> float:
 
 
 def close_buckets(spans: Spans, wall_s: float, finished: bool = False) -> Buckets:
-    """The buckets of one rank, which add up to ``wall_s``.
-
-    What a finished rank takes after its last span is the interpreter's tear-down: it is booked with the start-up.
-    """
+    """The buckets of one rank, which add up to ``wall_s``. The tear-down of a finished one is start-up."""
     total = Buckets()
     reached_s = 0.0
     for span in sorted(spans, key=lambda span: span.t0_s):
@@ -246,10 +243,7 @@ def hung_after_s(run: Run) -> float:
 
 
 def hung_stretch(run: Run) -> Span | None:
-    """The time since the last step of a job that was killed or interrupted, if that is long ago: it hung.
-
-    Of several ranks that of the one that is longest at it.
-    """
+    """The time since the last step of a job that was stopped, if it hung; of several ranks the longest."""
     stretches = [rank.under_way for rank in run.ranks if rank.under_way is not None and not rank.finished]
     stretches += [spans[-1] for spans in run.spans if spans and not spans[-1].steps]
     last = max(stretches, key=lambda span: span.t1_s - span.t0_s, default=None)

@@ -147,10 +147,7 @@ def sampling_share(loader: LoaderRecord) -> float:
 def measure_supply(
     loader: LoaderRecord, workers: WorkerRecord | None, spans: Spans, tuned: LiveRecord | None = None
 ) -> Supply | None:
-    """The costs of a loader's batches, or None when they were not measured.
-
-    ``spans`` are those of its rank; ``tuned`` is what live tuning did to the loader.
-    """
+    """What a loader's batches cost, by its rank's spans and what live tuning did to it; None: not measured."""
     if loader.batches == 0 or not loader.samples:
         return None
     if loader.num_workers == 0:

@@ -83,10 +83,7 @@ class RankSteps:
         return sum(window.late_s for window in self.events)
 
     def steady(self) -> tuple[int, ...]:
-        """The rank that comes last again and again, or all ranks of such a machine.
-
-        Empty when it is now one, now another: by chance each of n ranks comes last in one n-th of the events.
-        """
+        """The rank that comes last again and again, or all ranks of such a machine; none if that may be chance."""
         events, ranks = len(self.events), len(self.hosts)
         if events < LEAST_EVENTS or ranks < 2:
             return ()

@@ -13,10 +13,7 @@ from fulltilt.store import encode_fully
 
 
 def to_plain(diagnosis: Diagnosis, run: Run | None = None) -> dict[str, Any]:
-    """The diagnosis as plain JSON values. Every key is always there; what was not measured is None.
-
-    With ``run``, the answer also says which run it is about and whether it has ended.
-    """
+    """The diagnosis as plain JSON values, with every key, and the run it is about. What was not measured is None."""
     plain: dict[str, Any] = encode_fully(diagnosis)
     plain["settings"] = dict(plain["settings"])
     if diagnosis.job is not None:

@@ -202,10 +202,7 @@ SEVERITY_STYLES = {"severe": "bold red", "warn": "yellow", "info": "cyan"}
 
 
 def verdict_lines(diagnosis: Diagnosis, folder: str | Path | None) -> list[str]:
-    """The short form for the end of a run: the verdict, the three findings that would win most, and the page.
-
-    Without a folder there is no page.
-    """
+    """The short form for the end of a run: verdict, the three findings that would win most, and the page, if any."""
     lines = [one_line(diagnosis.verdict.sentence)]
     for place, finding in enumerate(diagnosis.findings[:3], start=1):
         gain = figures.speedup(finding.predicted_speedup)

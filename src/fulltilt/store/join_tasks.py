@@ -60,10 +60,7 @@ class Stream:
 
 
 def load(folder: str | Path) -> Run:
-    """Read a run folder, of a finished, running or killed job, or that of a job over several tasks.
-
-    Raises RunFolderError.
-    """
+    """Read the folder of a finished, running or killed job, also of one over several tasks. Raises RunFolderError."""
     folder = Path(folder)
     tasks = tasks_in(folder)
     if not tasks:
@@ -92,10 +89,7 @@ def load(folder: str | Path) -> Run:
 
 
 def tasks_in(folder: Path) -> dict[Path, RunRecord]:
-    """The folders of the tasks of the newest job below ``folder``, or of the single task whose folder it is.
-
-    Empty where it is the folder of a single run, or none at all.
-    """
+    """The task folders of the newest job below ``folder``, or of the task whose folder it is; none for a single run."""
     own = None
     with contextlib.suppress(RunFolderError):
         own = read_record(folder / RUN_FILE, RunRecord)

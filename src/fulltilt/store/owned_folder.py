@@ -250,10 +250,7 @@ class OwnedFolder:
         self._note({name: None for name in (old, *below) if name in self._entries})
 
     def remove(self, entry: str | Path) -> bool:
-        """Remove an entry of ours with all of ours below it; True when nothing is left there.
-
-        What others have put into a folder of ours stays, and so does the folder then.
-        """
+        """Remove an entry of ours with all of ours below it; True when nothing is left. What others put there stays."""
         name = self._name(entry)
         path = self.path / name
         if not os.path.lexists(path):
@@ -395,10 +392,7 @@ def _beside(path: Path) -> Path:
 
 
 def open_plain(path: Path, *, follow: bool = False) -> io.BufferedReader:
-    """A plain file for reading; no pipe or device, which would never end, and no link unless it may be followed.
-
-    Raises OSError.
-    """
+    """A plain file for reading: no pipe or device, and no link unless it may be followed. Raises OSError."""
     try:
         fd = os.open(path, os.O_RDONLY | (NO_FOLLOW & ~getattr(os, "O_NOFOLLOW", 0) if follow else NO_FOLLOW))
     except OSError as error:

@@ -66,10 +66,7 @@ ROUNDING_S = 1e-8
 
 
 def read_json(path: Path, *, follow: bool = False) -> Any:
-    """The plain content of a JSON file. Raises RunFolderError naming the file and line.
-
-    A link is followed only where the user named the file.
-    """
+    """The content of a JSON file; a link is followed only where the user named it. Raises RunFolderError."""
     try:
         with open_plain(path, follow=follow) as file:
             return json.loads(file.read().decode("utf-8"))
@@ -93,10 +90,7 @@ def read_record(path: Path, record: type[Record]) -> Record:
 
 
 def read_lines(path: Path, record: type[Record], every: int = 1) -> Iterator[Record]:
-    """The records of a JSON-lines file, or every n-th.
-
-    A torn last line is dropped; any other damage raises RunFolderError.
-    """
+    """The records of a JSON-lines file, or every n-th; a torn last line is dropped. Raises RunFolderError."""
     try:
         with open_plain(path) as file:
             for number, raw in enumerate(file, start=1):
@@ -218,10 +212,7 @@ _APPENDING = os.O_RDWR | os.O_APPEND | NO_FOLLOW
 
 
 def create_folder(folder: Path) -> Path:
-    """Make or take over a run folder. Raises ForeignFiles, UsageError or MachineError.
-
-    The folder of a training is one too: every training records itself.
-    """
+    """Make or take over a run folder, also that of a training. Raises ForeignFiles, UsageError or MachineError."""
     owned = OwnedFolder.claim(folder, TRAINING if kind_of(folder) == TRAINING else RUN)
     if in_the_way := [path.name for path in _run_files(folder) if not owned.owns(path)]:
         raise ForeignFiles(
@@ -388,10 +379,7 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _mend_end(fd: int, path: Path) -> None:
-    """Drop the torn last line of a killed writer, which would swallow the next one.
-
-    The file is searched from its end, so that a long one costs no more than a short one.
-    """
+    """Drop the torn last line of a killed writer, which would swallow the next one. A long file is not read whole."""
     size = end = os.fstat(fd).st_size
     if size == 0:
         return

@@ -118,10 +118,7 @@ def full_cpu_rate(evidence: Evidence, supply: Supply, rate: float, threads: floa
 
 
 def gain_without_wait(evidence: Evidence) -> Gain:
-    """What training would win if it waited half as long for data, or not at all.
-
-    With several loaders the cautious end is nothing: the wait may be for the others.
-    """
+    """What training would win if it waited half as long, or not at all; for one of several loaders maybe nothing."""
     return by_removing(evidence.data_wait_share, 0.0 if _several_loaders(evidence) else LIMITS.recovered_low)
 
 
