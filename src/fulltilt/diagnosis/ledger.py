@@ -86,11 +86,11 @@ def close_ranks(run: Run) -> list[Buckets]:
 def launching_apart(rank: RankRecord, spans: Spans) -> Spans:
     """The spans with the gaps between short kernels as host code: events, which stand further apart, count them in."""
     gap_s = launch_gap_s(rank)
-    if not gap_s:
-        return spans
-    moves_s = (min(gap_s * span.steps, span.buckets.compute_s) for span in spans)
-    moved = (Buckets(compute_s=-move_s, host_code_s=move_s) for move_s in moves_s)
-    return tuple(replace(span, buckets=span.buckets.plus(move)) for span, move in zip(spans, moved, strict=True))
+    apart = []
+    for span in spans if gap_s else ():
+        moved_s = min(gap_s * span.steps, span.buckets.compute_s)
+        apart.append(replace(span, buckets=span.buckets.plus(Buckets(compute_s=-moved_s, host_code_s=moved_s))))
+    return tuple(apart) if gap_s else spans
 
 
 def launch_gap_s(rank: RankRecord) -> float:
@@ -284,21 +284,19 @@ def find_slowdown(spans: Spans) -> Slowdown | None:
     trained_s = sum(getattr(span.buckets, name) for span in stepping for name in _OF_A_STEP)
     if trained_s < LIMITS.slowing_least_s or len(stepping) < 5 * _WINDOWS:
         return None
-    windows: list[list[tuple[Span, float]]] = [[] for _ in range(_WINDOWS)]
+    spent_s = [[0.0] * _WINDOWS for _ in _OF_A_STEP]
+    sized = [0.0] * _WINDOWS
     passed = 0.0
     for span, size in zip(stepping, sizes, strict=True):
-        windows[min(int(_WINDOWS * (passed + size / 2) / total), _WINDOWS - 1)].append((span, size))
+        window = min(int(_WINDOWS * (passed + size / 2) / total), _WINDOWS - 1)
         passed += size
-    if not all(windows):
+        sized[window] += size
+        for column, name in zip(spent_s, _OF_A_STEP, strict=True):
+            column[window] += getattr(span.buckets, name)
+    if not all(sized):
         return None
     steps = sum(span.steps for span in stepping)
-    each = [
-        [
-            sum(getattr(span.buckets, name) for span, _ in window) / sum(size for _, size in window) * total / steps
-            for window in windows
-        ]
-        for name in _OF_A_STEP
-    ]
+    each = [[spent / size * total / steps for spent, size in zip(column, sized, strict=True)] for column in spent_s]
     whole = [sum(column) for column in zip(*each, strict=True)]
     quarter = _WINDOWS // 4
     early_s, late_s = sum(whole[:quarter]) / quarter, sum(whole[-quarter:]) / quarter
