@@ -45,19 +45,12 @@ def mask_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
     name = ""  # of the option whose value comes next
     for argument in arguments:
         option = argument.startswith("-") and not _is_number(argument)
-        if name and not option:
-            masked.append(MASK if _is_secret(name, argument) else _mask_value(argument, name))
-            name = ""
-            continue
         before, equals, value = argument.partition("=")
-        if equals:
-            masked.append(f"{before}={MASK if _is_secret(before, value) else _mask_value(value, before)}")
-            name = ""
-        elif option:
-            masked.append(argument)
-            name = argument
+        if not option and (name or not equals):
+            masked.append(_masked(name, argument))
         else:
-            masked.append(_mask_value(argument))
+            masked.append(f"{before}={_masked(before, value)}" if equals else argument)
+        name = argument if option and not equals else ""
     return tuple(masked)
 
 
@@ -68,7 +61,7 @@ def mask_config(value: Any, name: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(mask_config(item, name) for item in value)
     if isinstance(value, str):
-        return MASK if _is_secret(name, value) else _mask_value(value, name)
+        return _masked(name, value)
     return MASK if value is not None and name and _is_secret(name, str(value)) else value
 
 
@@ -108,6 +101,11 @@ def _is_secret(name: str, value: str) -> bool:
     if last in ("key", "keys"):
         return not before or bool(_KEY_OWNERS.fullmatch(before)) or _looks_random(value)
     return bool(_SECRET_WORDS.fullmatch(last)) or "password" in words or "secret" in words
+
+
+def _masked(name: str, value: str) -> str:
+    """The value of an argument or setting; where its name says nothing, only what looks like a secret is masked."""
+    return MASK if _is_secret(name, value) else _mask_value(value, name)
 
 
 def _mask_value(value: str, name: str = "") -> str:

@@ -153,14 +153,9 @@ def definitions(name: str, pairs: Iterable[tuple[str, str | None]]) -> Markup | 
 _USES = {"train": "training", "eval": "evaluation", "unused": "nothing"}
 
 
-def loaders(rank: RankRecord) -> list[Markup]:
-    """Each line that makes DataLoaders that were used, and what came out of them."""
-    shown = [definitions(f"Loader for {_USES[loader.role]}", _loader_facts(loader)) for loader, _ in loader_sites(rank)]
-    return [markup for markup in shown if markup is not None]
-
-
-def _loader_facts(loader: LoaderRecord) -> list[tuple[str, str | None]]:
-    return [
+def loader_facts(loader: LoaderRecord) -> Markup | None:
+    """A line that makes DataLoaders that were used, and what came out of them."""
+    facts = [
         ("made at", loader.where),
         ("data set", loader.dataset),
         ("samples in it", None if loader.dataset_len is None else figures.whole(loader.dataset_len)),
@@ -171,26 +166,21 @@ def _loader_facts(loader: LoaderRecord) -> list[tuple[str, str | None]]:
         ("waited for it", figures.seconds(loader.wait_s)),
         ("worker restarts", figures.seconds(loader.restart_s)),
     ]
+    return definitions(f"Loader for {_USES[loader.role]}", facts)
 
 
 def machine(machine: Machine) -> Markup | None:
     """The machine that the run took place on."""
-    cpu = machine.cpu
-    return definitions(
-        "Machine",
-        [
-            ("host", machine.hostname),
-            ("system", machine.platform),
-            ("CPUs", f"{cpu.usable:g} usable of {cpu.present}"),
-            ("memory", figures.size(machine.mem_limit_bytes or machine.mem_total_bytes)),
-            ("/dev/shm", figures.size(machine.shm_total_bytes)),
-            ("GPU", ", ".join(gpu.name for gpu in machine.gpus) or machine.why_no_gpu),
-            ("driver", machine.driver),
-            ("Python", machine.python),
-            ("torch", machine.torch),
-            ("CUDA", machine.cuda),
-        ],
-    )
+    facts = [
+        ("host", machine.hostname),
+        ("system", machine.platform),
+        ("CPUs", f"{machine.cpu.usable:g} usable of {machine.cpu.present}"),
+        ("memory", figures.size(machine.mem_limit_bytes or machine.mem_total_bytes)),
+        ("/dev/shm", figures.size(machine.shm_total_bytes)),
+        ("GPU", ", ".join(gpu.name for gpu in machine.gpus) or machine.why_no_gpu),
+        *((name, getattr(machine, name.lower())) for name in ("driver", "Python", "torch", "CUDA")),
+    ]
+    return definitions("Machine", facts)
 
 
 # --------------------------------------------------------------------------- page
@@ -301,7 +291,7 @@ def _surroundings(run: Run, diagnosis: Diagnosis) -> Markup:
     return element(
         "div",
         definitions("Settings", ((name, run_view.setting(value)) for name, value in diagnosis.settings)),
-        loaders(rank) if rank else None,
+        [loader_facts(loader) for loader, _ in loader_sites(rank)] if rank else None,
         definitions("A step under the profiler", run_view.deep_facts(rank.deep)) if rank and rank.deep else None,
         machine(run.run.machine),
         class_="surroundings",
