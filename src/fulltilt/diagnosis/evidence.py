@@ -73,11 +73,6 @@ class Evidence:
         return self.rank.device != "cpu"
 
     @property
-    def trainee(self) -> str:
-        """Who waits when nothing computes, as a sentence begins it."""
-        return "the GPU" if self.on_gpu else "training"
-
-    @property
     def active_s(self) -> float:
         """Wall time after start-up: the part that grows with the length of the job. What nobody saw is left out."""
         return max(self.ledger.wall_s - self.buckets.startup_s - ledgers.unseen_seconds(self.run), 0.0)
@@ -119,11 +114,6 @@ class Evidence:
     def host_lines(self) -> tuple[HotLine, ...]:
         """The lines of the pace-setting rank that cost host time, the costliest first."""
         return tuple(sorted(self.rank.host_lines, key=lambda line: -line.seconds))
-
-    @property
-    def training_loaders(self) -> list[LoaderRecord]:
-        """The loaders that feed the training of the pace-setting rank."""
-        return training_loaders(self.rank)
 
     @property
     def slowdown(self) -> ledgers.Slowdown | None:

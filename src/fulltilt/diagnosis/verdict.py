@@ -107,7 +107,7 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
         place=f" ({finding.where})" if finding.where else "",
         most=most,  # what comes more rarely does not go away
         win=f"{most} without it" if most else "",
-        trainee=evidence.trainee,
+        trainee="the GPU" if evidence.on_gpu else "training",
         exchange="gathering parameters" if evidence.rank.sharded else "exchanging gradients",
         passes=count("pass", evidence.loader.passes) if evidence.loader else "passes",
         gain=_gain(evidence, share),

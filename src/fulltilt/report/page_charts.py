@@ -153,12 +153,11 @@ def _segment(start: float, size: float, label: str, colour: str, height: int) ->
     needed = len(label) * CHARACTER_WIDTH + 16
     fits_desk, fits_phone = size * DESK_WIDTH >= needed, size * PHONE_WIDTH >= needed
     text = None
-    if label and fits_desk:
+    if fits_desk:
         # A nested svg starts its own coordinates, so that the text stands a fixed distance from the segment's edge.
         words = element("text", label, x=8, y="50%", dy="0.35em", class_=f"t-{colour}")
         text = element("svg", words, x=x, width=width, height=height, class_=None if fits_phone else "desk-only")
-    title = element("title", label) if label else None
-    return element("g", title, element("rect", x=x, width=width, height=height, class_=colour), text)
+    return element("g", element("title", label), element("rect", x=x, width=width, height=height, class_=colour), text)
 
 
 # --------------------------------------------------------------------------- charts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from fulltilt.diagnosis.evidence import Evidence, waited_behind_loaders_s
+from fulltilt.diagnosis.evidence import Evidence, training_loaders, waited_behind_loaders_s
 from fulltilt.diagnosis.findings import (
     Gain,
     Judgement,
@@ -427,7 +427,7 @@ def epoch_restart(evidence: Evidence) -> Judgement:
     share = evidence.share(turnover_s)
     if share < LIMITS.epoch_turnover_share:
         return None
-    loader = max(evidence.training_loaders, key=lambda loader: (loader.restart_s, loader.passes), default=None)
+    loader = max(training_loaders(evidence.rank), key=lambda loader: (loader.restart_s, loader.passes), default=None)
     if loader is None:
         return Abstention("epoch_restart", "the DataLoader whose passes are being restarted")
     if loader.passes < 2:
@@ -461,7 +461,7 @@ def epoch_restart(evidence: Evidence) -> Judgement:
 
 def dataset_pickled(evidence: Evidence) -> Judgement:
     """Workers that are not forked get the data set pickled, each its own copy, at every start."""
-    loader = max(evidence.training_loaders, key=lambda loader: loader.pickle_s, default=None)
+    loader = max(training_loaders(evidence.rank), key=lambda loader: loader.pickle_s, default=None)
     if loader is None or not loader.pickled_workers or loader.pickled_bytes < LIMITS.pickled_bytes:
         return None
     starts = max(round(loader.pickled_workers / max(loader.num_workers, 1)), 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fulltilt.diagnosis.evidence import Evidence
+from fulltilt.diagnosis.evidence import Evidence, training_loaders
 from fulltilt.diagnosis.findings import Gain, amdahl, by_removing, by_speeding_up, gain
 from fulltilt.diagnosis.loaders import Supply
 from fulltilt.diagnosis.thresholds import LIMITS
@@ -123,7 +123,7 @@ def gain_without_wait(evidence: Evidence) -> Gain:
 
 
 def _several_loaders(evidence: Evidence) -> bool:
-    return len(evidence.training_loaders) > 1
+    return len(training_loaders(evidence.rank)) > 1
 
 
 def workers_unmeasured(evidence: Evidence, code: FindingCode) -> Abstention:
