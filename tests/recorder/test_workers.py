@@ -161,7 +161,7 @@ def test_where_the_files_lie_that_a_worker_reads_is_told_once(tmp_path: Path) ->
     assert read.take() is None
 
 
-def test_forged_messages_are_dropped_and_counted() -> None:
+def test_forged_messages_are_dropped() -> None:
     taps: Any = SimpleNamespace(mailbox=Mailbox(), all=[SimpleNamespace(pass_of_message=1, described={})])
     state = RankState(torch)
     state.taps = taps
@@ -170,11 +170,9 @@ def test_forged_messages_are_dropped_and_counted() -> None:
     state.poll()
     told = state.workers[0].record(0)
     assert (told.batches, told.fetch_s, told.pss_bytes) == (2, 1.5, 20)
-    forged = damaged()
-    for data in forged:
+    for data in damaged():
         sending.send(data)
         state.poll()
-    assert taps.mailbox.dropped == len(forged)
     assert list(state.workers) == [0]
     assert state.workers[0].record(0) == told
 

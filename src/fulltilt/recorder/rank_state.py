@@ -231,8 +231,6 @@ class RankState:
                 tap = self.taps.all[message.loader]
                 in_pass = tap.pass_of_message if tap.described.get("persistent_workers") else message.in_pass
                 self.workers.setdefault(message.loader, WorkerTotals()).add(message, in_pass)
-            else:
-                self.taps.mailbox.dropped += 1
 
     def exposed_communication_s(self) -> float:
         """Seconds of gradient exchange a step that no computation hides, where it is not marked in each step."""
@@ -340,7 +338,6 @@ class RankState:
             cpus_at_start=attach.cpus_at_start,
             cpus=len(cpus) if (cpus := allowed_cpus()) is not None else None,
             cpu_wait_s=self._cpu_wait_s(),
-            worker_messages_dropped=self.taps.mailbox.dropped,
             notes=tuple(self.remarks),
             live=self.live(),
             group=self.group,

@@ -616,7 +616,6 @@ class RankRecord:
     live: tuple[LiveRecord, ...] = ()
     under_way: Span | None = None
     parent_pid: int | None = None
-    worker_messages_dropped: int = 0
     group: str | None = None
     at: HotLine | None = None
 

@@ -1,4 +1,4 @@
-"""Where torch.compile compiles: how long it takes, how often it starts again and why, and where graphs break."""
+"""Where torch.compile compiles: how long it takes, how often it starts again and why."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ class CompileHooks:
             reason = getattr(metrics, "recompile_reason", None)
             if reason:
                 spot = f"{metrics.co_filename}:{metrics.co_firstlineno}", metrics.co_name
-                if (
-                    "/torch/" in metrics.co_filename and self._where
-                ):  # a module of torch's own: the line that compiles it
+                if "/torch/" in metrics.co_filename and self._where:  # a module of torch's own
                     spot = self._where, "torch.compile"
                 seconds, times, _ = again.get(spot, (0.0, 0, ""))
                 # "0/1: tensor 'x' size mismatch at index 0. expected 3, actual 4" and, behind it, a stack.

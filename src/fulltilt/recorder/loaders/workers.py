@@ -85,7 +85,6 @@ class Mailbox:
     def __init__(self) -> None:
         self._receiving: socket.socket | None = None
         self._sending: socket.socket | None = None
-        self.dropped = 0
 
     def opened(self) -> socket.socket | None:
         """The end for workers, made when the first ones start; None where the system has no such sockets."""
@@ -98,16 +97,13 @@ class Mailbox:
         return self._sending
 
     def receive(self) -> Iterator[WorkerMessage]:
-        """The messages that have arrived since the last call. What is no message of a worker is counted and dropped."""
+        """The messages that have arrived since the last call. What is no message of a worker is dropped."""
         while self._receiving is not None:
             try:
                 data = self._receiving.recv(LARGEST_DATAGRAM)
             except (BlockingIOError, InterruptedError, OSError):
                 return
-            message = checked(data)
-            if message is None:
-                self.dropped += 1
-            else:
+            if (message := checked(data)) is not None:
                 yield message
 
 
