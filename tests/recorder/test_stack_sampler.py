@@ -1,4 +1,4 @@
-"""Stack samples go on while the recorder rests: fewer of them, and all of them at a step that takes long."""
+"""Stack samples go on while the recorder rests: they name lines, and at a step that takes long they divide it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from fulltilt.recorder.stacks.frames import Evaluation, LoopFrames, StackView
 from fulltilt.recorder.stacks.stack_sampler import (
     EARLY_SAMPLE_EVERY_S,
     LATE_NS,
-    SAMPLE_AT_REST_EVERY,
     WEIGHT_OF_EARLIER_S,
     KindWeights,
     StackSampler,
@@ -45,6 +44,19 @@ class FakeState:
 
 
 @dataclass
+class FakeIntervals:
+    """What the marks so far have shown."""
+
+    after_step: AfterStep = field(default_factory=AfterStep)
+    now_ns: float = 0.0
+    long_until_ns: float = 0.0
+    long_ns: float = 20e6
+
+    def was_long(self, t_ns: int, now_ns: int) -> bool:
+        return t_ns < self.long_until_ns
+
+
+@dataclass
 class FakeRecorder:
     """A recorder whose training thread is this one."""
 
@@ -61,14 +73,7 @@ class FakeRecorder:
     training: bool = True
     eval_mode: bool = False
     evaluation: Evaluation = field(default_factory=Evaluation)
-    after_step: AfterStep = field(default_factory=AfterStep)
-
-    marked_until_ns: float = 0.0
-    long_until_ns: float = 0.0
-    long_ns: float = 20e6
-
-    def took_long(self, t_ns: int, now_ns: int) -> bool:
-        return t_ns < self.long_until_ns
+    intervals: FakeIntervals = field(default_factory=FakeIntervals)
 
     def evaluates(self, on: bool) -> None:
         self.eval_mode = on
@@ -88,12 +93,12 @@ def weight_of(seen: Seen) -> float:
     return sum(weight for kinds in seen.values() for weight in kinds.values())
 
 
-def test_at_rest_a_few_samples_stand_for_the_others(recorder: FakeRecorder) -> None:
+def test_samples_at_rest_name_lines_and_divide_nothing(recorder: FakeRecorder) -> None:
     sampler = StackSampler(recorder)
-    for _ in range(3 * SAMPLE_AT_REST_EVERY):
+    for _ in range(3):
         recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS  # a step has just ended
         sampler.take(0, EARLY_SAMPLE_EVERY_S)
-    assert [weight for _, _, weight in recorder.state.lines] == [SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S] * 3
+    assert [weight for _, _, weight in recorder.state.lines] == [EARLY_SAMPLE_EVERY_S] * 3
     assert not sampler.split()  # the measured steps tell how these divide
 
 
@@ -135,12 +140,10 @@ def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part() -> None:
         time.sleep(0.001)
     recorder = FakeRecorder(thread.ident, activity=Activity.BACKWARD)
     sampler = StackSampler(recorder)
-    for _ in range(SAMPLE_AT_REST_EVERY):
-        recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS
-        sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+    sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     done.append(True)
     thread.join()
-    assert sampler.backward.split() == {"host": pytest.approx(SAMPLE_AT_REST_EVERY * EARLY_SAMPLE_EVERY_S)}
+    assert sampler.backward.split() == {"host": pytest.approx(EARLY_SAMPLE_EVERY_S)}
     assert not sampler.split()
     assert {kind for kind, _, _ in recorder.state.lines} == {"host"}
 
@@ -177,13 +180,13 @@ def test_on_a_gpu_what_torch_does_for_long_is_no_launching_from_its_beginning(
     recorder.clock, recorder.activity, recorder.left = object(), Activity.USER, Activity.BACKWARD
     sampler = StackSampler(recorder)
     began_ns = recorder.last_switch_ns = time.perf_counter_ns()
-    recorder.long_until_ns = began_ns + lasted_ms * 1_000_000 if lasted_ms > 20 else 0
+    recorder.intervals.long_until_ns = began_ns + lasted_ms * 1_000_000 if lasted_ms > 20 else 0
     for length_ms in (5, 14):
         now_ns = began_ns + length_ms * 1_000_000
         monkeypatch.setattr(time, "perf_counter_ns", lambda now_ns=now_ns: now_ns)
         sampler.take(now_ns, 0.01)
     assert sampler.split() == {}  # no mark has come yet that ends the stretch
-    recorder.marked_until_ns = began_ns + lasted_ms * 1_000_000
+    recorder.intervals.now_ns = began_ns + lasted_ms * 1_000_000
     assert sampler.split() == {key: {kind: pytest.approx(0.02)}}
     assert [told for told, _, _ in recorder.state.lines] == [kind] * 2
 
@@ -214,6 +217,6 @@ def test_what_is_done_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_ne
     recorder.activity, recorder.left = Activity.USER, Activity.OPTIMIZER
     for _ in range(3):
         sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
-    recorder.after_step.ended(1e6, comes_next)  # it shows only now
+    recorder.intervals.after_step.ended(1e6, comes_next)  # it shows only now
     assert list(sampler.split()[Activity.OPTIMIZER]) == [kind]
     assert [told for told, _, _ in recorder.state.lines] == [kind] * 3

@@ -62,8 +62,7 @@ class Recorder:
         self.loop_frames = LoopFrames()
         self._t0_ns = t0_ns
         self._marks: deque[tuple[Any, ...]] = deque()
-        self._builder = IntervalBuilder(t0_ns, state.world_size)
-        self.after_step = self._builder.after_step
+        self.intervals = IntervalBuilder(t0_ns, state.world_size)
         self._sampler = StackSampler(self)
         self._spans = SpanBuilder(t0_ns, state, self._sampler)
         self._write_every_s = WRITE_EVERY_S * max(state.world_size / RANKS_A_SECOND, 1)
@@ -142,7 +141,7 @@ class Recorder:
 
     def _passed_at_rest(self, now_ns: int) -> None:
         """A step at rest, or its part before a long wait, has passed. A long one is booked by what the samples saw."""
-        if now_ns - self.rest.booked_ns > (LONG_STEP_NS if self.clock is None else self.long_ns):
+        if now_ns - self.rest.booked_ns > (LONG_STEP_NS if self.clock is None else self.intervals.long_ns):
             self._book_at_rest(Activity.USER, self.rest.booked_ns, now_ns)
         self.rest.booked_ns = now_ns
 
@@ -197,20 +196,6 @@ class Recorder:
 
     # ------------------------------------------------------------------ on the observer thread
 
-    @property
-    def long_ns(self) -> float:
-        """On a GPU: how long the user's own code is never about launching kernels."""
-        return self._builder.long_ns
-
-    @property
-    def marked_until_ns(self) -> float:
-        """Up to here the marks have been turned into intervals."""
-        return self._builder.now_ns
-
-    def took_long(self, t_ns: int, now_ns: int) -> bool:
-        """Whether the user's own code at ``t_ns`` was, or is by now, longer about it. To be asked in order of time."""
-        return self._builder.was_long(t_ns, now_ns)
-
     def evaluates(self, on: bool) -> None:
         """A sample has shown whether the training thread evaluates, whatever mode the model is in."""
         self.eval_mode = on
@@ -260,7 +245,7 @@ class Recorder:
     def _drain(self, patience_s: float = 0.0) -> None:
         """Turn the marks whose events have been reached into intervals."""
         deadline = time.monotonic() + patience_s
-        marks, clock, builder = self._marks, self.clock, self._builder
+        marks, clock, builder = self._marks, self.clock, self.intervals
         while marks:
             raw = marks[0]
             reached = None
@@ -284,15 +269,15 @@ class Recorder:
             self.rest.plan = plan(builder.steps, builder.calls, step_s, self.state.scaler, launch_share)
 
     def _plan_calibration(self) -> None:
-        gpu, intervals, steps = self._builder.gpu, self._builder.closed, self.state.steps
+        gpu, intervals, steps = self.intervals.gpu, self.intervals.closed, self.state.steps
         if gpu is None or not intervals or "rest" in intervals[-1].times.by_label or not self.calibration.due(steps):
             return
         queueing_s, behind_s = intervals[-1].queueing_ns * NS, gpu.lag_ns * NS
         self.calibration.ask(steps, queueing_s, behind_s, self.state.syncs, gpu.knows_a_step)
 
     def _write_spans(self, final: bool = False) -> None:
-        self._spans.add(self._builder.closed)
-        if not self.state.trained(self._builder):
+        self._spans.add(self.intervals.closed)
+        if not self.state.trained(self.intervals):
             return
         if self._out is None:
             self.state.learn_rank()
@@ -305,10 +290,10 @@ class Recorder:
             return
         now_ns = time.perf_counter_ns()
         now_s, on_gpu = (now_ns - self._t0_ns) * NS, self.clock is not None
-        record = self.state.record(self._out.stream, now_s, final, self._builder, on_gpu, self.rest.not_stood_for)
+        record = self.state.record(self._out.stream, now_s, final, self.intervals, on_gpu, self.rest.not_stood_for)
         record = replace(record, validates_at=self.evaluation.where)
-        interval = None if final else self._builder.under_way(now_ns)
+        interval = None if final else self.intervals.under_way(now_ns)
         if interval is not None:
-            under_way = self._spans.under_way(interval, self._builder.steps)
+            under_way = self._spans.under_way(interval, self.intervals.steps)
             record = replace(record, under_way=under_way, at=self._sampler.stands_at(now_ns))
         self._out.write_record(record)

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 SAMPLE_EVERY_S = 0.01
 # A short run has few samples to divide its time by: at first they come twice as often.
 EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 400, 0.005
-# Each takes the interpreter lock from the training thread, and 0.1 ms of its time where no CPU is free. While the
-# recorder rests they come half as often, and one in so many names the line.
-SAMPLE_AT_REST_EVERY_S, SAMPLE_AT_REST_EVERY = 0.02, 2
-# After some twenty seconds the usual is known, and what is rare has to last to matter.
+# Each takes the interpreter lock from the training thread, and 0.1 ms of its time where no CPU is free: fewer do while
+# the recorder rests, and after some twenty seconds, when the usual is known and what is rare has to last to matter.
 MANY_SAMPLES, LATER_SAMPLE_EVERY_S = 2400, 0.04
 # A sample is late when it had to wait for the interpreter lock.
 LATE_NS = 300_000
@@ -74,7 +72,6 @@ class StackSampler:
         self._after: dict[Activity, KindWeights] = {}
         self.backward = KindWeights()
         self._late: dict[str, float] = {}
-        self._at_rest = 0
         self._long_step_ns = 0  # when the long step began that the last sample at rest saw
         self._taken = 0
         self._pending: list[Pending] = []
@@ -85,9 +82,7 @@ class StackSampler:
         """How long to wait for the next sample where sampling costs little."""
         if self._taken < EARLY_SAMPLES:
             return EARLY_SAMPLE_EVERY_S
-        if self._taken > MANY_SAMPLES:
-            return LATER_SAMPLE_EVERY_S
-        return SAMPLE_AT_REST_EVERY_S if self._recorder.rest.on else SAMPLE_EVERY_S
+        return LATER_SAMPLE_EVERY_S if self._taken > MANY_SAMPLES or self._recorder.rest.on else SAMPLE_EVERY_S
 
     def take(self, due_ns: int, every_s: float) -> None:
         """One sample of the training thread's stack, due at ``due_ns``, that stands for ``every_s``."""
@@ -142,14 +137,14 @@ class StackSampler:
         """Sort the pending samples; those of time that no mark has ended stay, unless it is asked for as well."""
         recorder = self._recorder
         in_model_share = self._after_step_in_model_s / (self._after_step_s or 1.0)
-        own = recorder.after_step.is_the_scripts_own(in_model_share)
+        own = recorder.intervals.after_step.is_the_scripts_own(in_model_share)
         now_ns, pending, self._pending = time.perf_counter_ns(), self._pending, []
         for sample in pending:
             t_ns, after, view, weight_s = sample
-            if recorder.clock is not None and t_ns > recorder.marked_until_ns and not under_way:
+            if recorder.clock is not None and t_ns > recorder.intervals.now_ns and not under_way:
                 self._pending.append(sample)
                 continue
-            long = recorder.took_long(t_ns, now_ns)
+            long = recorder.intervals.was_long(t_ns, now_ns)
             undecided = after is Activity.OPTIMIZER and self._is_undecided(view)
             # Long work of torch's is on the CPU, such as making the next batches: launching takes less.
             if (undecided and own) or (long and view.kind == "torch"):
@@ -201,18 +196,15 @@ class StackSampler:
             self.backward.add("torch", self._every_s)
 
     def _take_at_rest(self, now_ns: int, since_sample_ns: int) -> None:
-        """Between bursts of measuring fewer samples are taken; at a step that takes long, all of them."""
+        """Between bursts of measuring samples name lines; only those of a step that takes long say how it divides."""
         recorder = self._recorder
         began_ns = recorder.rest.booked_ns
         on_gpu = recorder.clock is not None
-        takes_long = now_ns - began_ns > (recorder.long_ns if on_gpu else LONG_STEP_NS)
-        self._at_rest += 1
-        if not takes_long and self._at_rest % SAMPLE_AT_REST_EVERY:
-            return
+        takes_long = now_ns - began_ns > (recorder.intervals.long_ns if on_gpu else LONG_STEP_NS)
         stack = stack_of(recorder.thread_id or 0)
         if stack is None or recorder.activity is not Activity.REST:
             return
-        weight_s = SAMPLE_AT_REST_EVERY * self._every_s
+        weight_s = self._every_s
         view = view_of(stack, PassMeter.at_rest.__code__)
         if view is not None:
             if recorder.state.wants_lines(Activity.DATA_WAIT):
