@@ -130,40 +130,15 @@ class Calibration:
         return self._delay_s
 
 
-# While the host is at one of these it queues no kernels, so a GPU that has run dry stays idle throughout.
-QUEUES_NOTHING = frozenset(
-    {
-        "data_wait",
-        "epoch_turnover",
-        "checkpoint",
-        "communication",
-        "transfer",
-        "validation",
-        "startup",
-        "observer",
-        "host_code",
-        "long_user",
-    }
-)
-QUEUES_KERNELS = frozenset({"user", "backward", "optimizer"})
-# What is booked at rest as it is, and with which label.
-BOOKED_AT_REST = {
-    "data_wait": "data_wait",
-    "epoch_turnover": "epoch_turnover",
-    "user": "long_user",
-    "long_user": "long_user",
-}
-# Stretches between these points hold no kernels of the user's, as long as nothing better is known.
-NO_WORK = {
-    (Point.STEP, Point.BATCH),
-    (Point.STEP, Point.EVAL),
-    (Point.EVAL, Point.BATCH),
-    (Point.BATCH, Point.TRANSFER),
-    (Point.STEP, Point.TRANSFER),
-    (Point.TRANSFER, Point.TRANSFER),
-}
+# At one of these the host queues kernels, or is blocked while the GPU works. At anything else it queues none, so that a
+# GPU that has run dry stays idle throughout.
+QUEUES_KERNELS = frozenset({"user", "backward", "optimizer", "rest", "sync"})
+# What is booked at rest as it is.
+BOOKED_AT_REST = frozenset({"data_wait", "epoch_turnover", "user", "long_user"})
 # Between these points the GPU does nothing but copy; behind a step where no loader brings batches.
 COPIES = {(begin, Point.TRANSFER) for begin in (Point.BATCH, Point.STEP, Point.TRANSFER)}
+# Stretches between these hold no kernels of the user's, as long as nothing better is known.
+NO_WORK = {(Point.STEP, Point.BATCH), (Point.STEP, Point.EVAL), (Point.EVAL, Point.BATCH), *COPIES}
 # A running mean over about this many stretches follows a job whose work changes.
 REMEMBERED = 32
 # A calibrated stretch may have been idle for so much of its time and still teach how long the work in it takes.
@@ -215,9 +190,9 @@ class GpuTime:
             for began, ended, label in held:
                 if label in BOOKED_AT_REST:
                     # A long stretch of the host's own cost the GPU what its queue did not cover.
-                    covered = lag if BOOKED_AT_REST[label] == "long_user" else 0.0
-                    booked = min(left, max(0.0, ended - began - covered))
-                    times.put(BOOKED_AT_REST[label], booked)
+                    own = label in ("user", "long_user")
+                    booked = min(left, max(0.0, ended - began - lag * own))
+                    times.put("long_user" if own else label, booked)
                     left -= booked
             times.put("rest", left)
             return
@@ -260,19 +235,16 @@ def _book_behind_validation(begin: float, end: float, held: list[Held], times: A
 
 def _book_idle(idle: float, begin: float, end: float, held: list[Held], times: ActivityTimes) -> None:
     quiet: dict[str, float] = {}
-    loud: dict[str, float] = {}
+    user = 0.0
     for began, ended, label in held:
-        overlap = min(ended, end) - max(began, begin)
-        if overlap <= 0:
-            continue
-        if label in QUEUES_NOTHING:
+        overlap = max(0.0, min(ended, end) - max(began, begin))
+        if label == "user":
+            user += overlap
+        elif label not in QUEUES_KERNELS and overlap:
             quiet[label] = quiet.get(label, 0.0) + overlap
-        elif label in QUEUES_KERNELS:
-            # Not so while the host is blocked in a synchronising call: then the GPU is at work.
-            loud[label] = loud.get(label, 0.0) + overlap
     total = sum(quiet.values())
     booked = min(idle, total)
     for label, overlap in quiet.items():
         times.put(label, booked * overlap / total)
     times.put("starved", idle - booked)
-    times.phase("starved_user", loud.get("user", 0.0))
+    times.phase("starved_user", user)

@@ -366,12 +366,12 @@ class LoaderRecord:
     iterable: bool
     batch_size: int | None
     num_workers: int
-    prefetch_factor: int | None
-    pin_memory: bool
-    persistent_workers: bool
-    shuffle: bool | None
-    collate: str | None
-    start_method: str | None
+    prefetch_factor: int | None = None
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    shuffle: bool | None = None
+    collate: str | None = None
+    start_method: str | None = None
     given: tuple[str, ...] = ()
     made_by: str | None = None
     constructed: int = 1

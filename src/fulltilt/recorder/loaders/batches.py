@@ -82,24 +82,16 @@ def _counts_of_sequence(value: list[Any] | tuple[Any, ...], depth: int) -> Itera
             yield 1  # columns of one sample: an image, a vector, a label
 
 
-def count_bytes(batch: Any, depth: int = DEEPEST) -> int:
+def count_bytes(batch: Any) -> int:
     """Bytes of the tensors and arrays in a batch."""
-    size = getattr(batch, "nbytes", None)
-    if isinstance(size, int):
-        return size
-    if depth == 0 or isinstance(batch, str | bytes):
-        return 0
-    if isinstance(batch, Mapping):
-        return sum(count_bytes(item, depth - 1) for item in batch.values())
-    if isinstance(batch, list | tuple):
-        return sum(count_bytes(item, depth - 1) for item in batch)
-    return 0
+    sizes = (getattr(leaf, "nbytes", None) for leaf in _leaves(batch, DEEPEST))
+    return sum(size for size in sizes if isinstance(size, int))
 
 
 def kind_of(batch: Any) -> str:
     """In one word what the training thread receives: tensor, numpy or objects, and the container around it."""
-    leaves = {_leaf(item) for item in _flat(batch, DEEPEST)}
-    inside = "numpy" if "numpy" in leaves else "tensor" if "tensor" in leaves else "objects"
+    kinds = {_kind(leaf) for leaf in _leaves(batch, DEEPEST)}
+    inside = "numpy" if "numpy" in kinds else "tensor" if "tensor" in kinds else "objects"
     if isinstance(batch, Mapping):
         return f"dict of {inside}"
     if isinstance(batch, list | tuple):
@@ -107,18 +99,15 @@ def kind_of(batch: Any) -> str:
     return inside
 
 
-def _flat(value: Any, depth: int) -> Iterator[Any]:
-    if depth and isinstance(value, Mapping):
-        for item in list(value.values())[:WIDEST]:
-            yield from _flat(item, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for item in value[:WIDEST]:
-            yield from _flat(item, depth - 1)
+def _leaves(value: Any, depth: int) -> Iterator[Any]:
+    if depth and isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(item, depth - 1)
     else:
         yield value
 
 
-def _leaf(value: Any) -> str:
+def _kind(value: Any) -> str:
     module = type(value).__module__.partition(".")[0]
     return {"torch": "tensor", "numpy": "numpy"}.get(module, "tensor" if hasattr(value, "data_ptr") else "object")
 

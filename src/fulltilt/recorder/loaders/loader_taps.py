@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from multiprocessing import reduction
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fulltilt.recorder.import_watcher import Brings
@@ -26,8 +26,8 @@ from fulltilt.recorder.loaders.iterator import (
     last_batch_size,
 )
 from fulltilt.recorder.marks import Activity, PassBegan
-from fulltilt.recorder.stacks.frames import users_line
-from fulltilt.recorder.user_code import own_package, owner, shown_path
+from fulltilt.recorder.stacks.frames import callers, shown_line, users_line
+from fulltilt.recorder.user_code import own_package, owner
 
 # What a loader is ``made_by`` when the engine has made it from the settings of a training.
 ENGINE = "fulltilt"
@@ -54,19 +54,19 @@ def call_sites(loader: Any, most: int = 4) -> CallSites:
     where: str | None = None
     library: str | None = None
     constructors = _constructors(type(loader))
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (where is None or len(sites) < most):
+    for frame in callers(sys._getframe(1)):
+        if where is not None and len(sites) >= most:
+            break
         code = frame.f_code
         who = owner(code.co_filename)
         if who in ("user", "site") and code not in constructors:
-            sites.append(f"{shown_path(code.co_filename)}:{frame.f_lineno}")
+            sites.append(shown_line(frame))
             if where is None and who == "user":
                 where = sites[-1]
             elif where is None and library in (None, PASSES_ON):
                 library = str(frame.f_globals.get("__name__", "")).partition(".")[0] or None
         elif who == "fulltilt" and where is None and own_package(code.co_filename) not in OBSERVING:
             library = ENGINE
-        frame = frame.f_back
     if library == ENGINE:
         # Settings make the loader; on the line that starts the training there is nothing to change.
         return CallSites(None, ENGINE, tuple(sites[:most]))
@@ -327,21 +327,8 @@ def tap_on(taps: LoaderTaps, what: dict[str, Any], where: str | None, made_by: s
 
 def described(batches: Iterable[Any], **known: Any) -> dict[str, Any]:
     """What a loader record says of an iterable; what is not ``known`` is as for one on the training thread."""
-    return {
-        "dataset": type(batches).__name__,
-        "dataset_len": None,
-        "iterable": True,
-        "batch_size": None,
-        "num_workers": 0,
-        "prefetch_factor": None,
-        "pin_memory": False,
-        "persistent_workers": False,
-        "shuffle": None,
-        "collate": None,
-        "start_method": None,
-        "objects": None,
-        **known,
-    }
+    unknown = {"dataset_len": None, "iterable": True, "batch_size": None, "num_workers": 0}
+    return {"dataset": type(batches).__name__, **unknown, **known}
 
 
 class FeedTaps:
@@ -367,14 +354,12 @@ class FeedTaps:
 
 def _place() -> tuple[str | None, str | None]:
     """The user's line that draws the batches, or nothing and ENGINE: settings make its loaders, not a line."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame in callers(sys._getframe(2)):
         filename = frame.f_code.co_filename
         if owner(filename) == "user":
-            return f"{shown_path(filename)}:{frame.f_lineno}", None
+            return shown_line(frame), None
         if own_package(filename) in ("train", "recipes"):
             return None, ENGINE
-        frame = frame.f_back
     return None, None
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from fulltilt import store
 from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
@@ -119,21 +119,8 @@ def checked(data: bytes) -> WorkerMessage | None:
     return message if all(0 <= figure < LARGEST_FIGURE for figure in figures) else None
 
 
-class Fetched(NamedTuple):
-    """Fetches since the last message."""
-
-    batches: int = 0
-    fetch_s: float = 0.0
-    fetch_cpu_s: float = 0.0
-    cpu_wait_s: float = 0.0
-
-
-class Clocks(NamedTuple):
-    """Where the clocks of the fetching thread stand: on the wall, its CPU time, and its time in the CPU's queue."""
-
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
-    delay_s: float | None = None
+# Seconds of the fetching thread: on the wall, of the CPU, and in the CPU's queue (0.0 where nobody says).
+Clocks = tuple[float, float, float]
 
 
 class FetchMeter:
@@ -152,8 +139,8 @@ class FetchMeter:
         self.fetching = False
         self._sent = 0
         self._counting = threading.Lock()  # fetches go on while a message is made
-        self._since = Clocks()
-        self._fetched = Fetched()
+        self._since = self._spent = (0.0, 0.0, 0.0)
+        self._batches = 0
         self._files = FilesRead()
 
     def fetch(self, original: Callable[..., Any], *args: Any) -> Any:
@@ -172,22 +159,15 @@ class FetchMeter:
 
     def _book(self, batches: int) -> None:
         """Count the fetch under way up to now. One that never ends is told of all the same."""
-        since, self._since = self._since, self._clocks()
-        so_far, now = self._fetched, self._since
-        waited = 0.0 if since.delay_s is None or now.delay_s is None else now.delay_s - since.delay_s
-        self._fetched = Fetched(
-            so_far.batches + batches,
-            so_far.fetch_s + now.wall_s - since.wall_s,
-            so_far.fetch_cpu_s + now.cpu_s - since.cpu_s,
-            so_far.cpu_wait_s + waited,
-        )
+        (wall_s, cpu_s, delay_s), (wall0_s, cpu0_s, delay0_s) = self._clocks(), self._since
+        self._since = wall_s, cpu_s, delay_s
+        fetch_s, fetch_cpu_s, waited_s = self._spent
+        self._spent = fetch_s + wall_s - wall0_s, fetch_cpu_s + cpu_s - cpu0_s, waited_s + delay_s - delay0_s
+        self._batches += batches
 
     def _clocks(self) -> Clocks:
         cpu_s = time.thread_time() if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
-        return Clocks(time.perf_counter(), cpu_s, self._run_delay_s())
-
-    def _run_delay_s(self) -> float | None:
-        return run_delay_s(self._thread_native)
+        return time.perf_counter(), cpu_s, run_delay_s(self._thread_native) or 0.0
 
     def observe(self, stop: threading.Event) -> None:
         """The sampler beside the loop, on a thread of its own."""
@@ -239,18 +219,19 @@ class FetchMeter:
         with self._counting:
             if self.fetching and self._cpu_clock is not None:
                 self._book(batches=0)
-            fetched, self._fetched = self._fetched, Fetched()
+            batches, (fetch_s, fetch_cpu_s, waited_s) = self._batches, self._spent
+            self._batches, self._spent = 0, (0.0, 0.0, 0.0)
             now, cpu = time.perf_counter(), time.process_time()
             alive, self._began = now - self._began, now
             process_cpu, self._process_cpu = cpu - self._process_cpu, cpu
         message = WorkerMessage(
             loader=self._loader_id,
             pid=os.getpid(),
-            batches=fetched.batches,
-            fetch_s=fetched.fetch_s,
-            fetch_cpu_s=max(0.0, fetched.fetch_cpu_s),
-            cpu_wait_s=fetched.cpu_wait_s if self._run_delay_s() is not None else None,
-            idle_s=max(0.0, alive - fetched.fetch_s),
+            batches=batches,
+            fetch_s=fetch_s,
+            fetch_cpu_s=max(0.0, fetch_cpu_s),
+            cpu_wait_s=waited_s if run_delay_s(self._thread_native) is not None else None,
+            idle_s=max(0.0, alive - fetch_s),
             process_cpu_s=process_cpu,
             read_bytes=read_bytes,
             pss_bytes=pss_bytes,
