@@ -254,15 +254,10 @@ class Recording(LoopMarks):
         if self._on_sample is not None:
             self._on_sample(sample)
 
-    def stop(self, failed: bool = False, *, interrupted: bool = False, error: BaseException | None = None) -> None:
-        """End the recording and write its report. ``error`` is what ended the loop, where it is known.
-
-        In a notebook the report is shown.
-        """
-        if error is not None:
-            self._stop(*ending_of(error))
-        else:
-            self._stop("crashed" if failed else "interrupted" if interrupted else "done")
+    def stop(self, *, interrupted: bool = False, error: BaseException | None = None) -> None:
+        """End the recording and write its report, which a notebook shows. ``error`` has ended the loop, if known."""
+        state, exit_code, ended_by = ending_of(error)
+        self._stop("interrupted" if interrupted and error is None else state, exit_code, ended_by)
 
     def _stop(self, state: Ended, exit_code: int | None = None, ended_by: str | None = None) -> None:
         session, self._session = self._session, None
@@ -297,7 +292,7 @@ class Recording(LoopMarks):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop(*ending_of(error))
+        self.stop(error=error)
 
 
 def record(folder: str | Path, name: str | None = None) -> Recording:

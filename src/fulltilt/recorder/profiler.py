@@ -157,7 +157,7 @@ class StepProfiler:
                 # Two profilers at once are an error: where the script starts its own, ours ends first.
                 patches = Patches()
                 self._meanwhile.callback(patches.restore)
-                patches.swap(torch.autograd.profiler.profile, "__init__", self._give_way)
+                patches.around(torch.autograd.profiler.profile, "__init__", self._give_way)
                 if self._deep and on_gpu:
                     self._meanwhile.enter_context(_waits_by_line(torch, self._waits))
                 recorder.profiling = True
@@ -183,12 +183,9 @@ class StepProfiler:
                 self._profiler = None
                 self._end(error)
 
-    def _give_way(self, original: Function) -> Function:
-        def init(profile: Any, *args: Any, **kwargs: Any) -> None:
-            self.stop()
-            original(profile, *args, **kwargs)
-
-        return init
+    def _give_way(self, original: Function, *args: Any, **kwargs: Any) -> None:
+        self.stop()
+        original(*args, **kwargs)
 
     def stop(self) -> None:
         """End what is under way and take it in."""

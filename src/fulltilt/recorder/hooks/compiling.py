@@ -29,46 +29,33 @@ class CompileHooks:
     def install(self, patches: Patches) -> None:
         """Listen from the first torch.compile on: importing dynamo costs seconds, and most jobs never do."""
         self._patches = patches
-        patches.swap(self._torch, "compile", self._compile)
+        patches.around(self._torch, "compile", self._compile)
         self._recorder.state.compiling = self.record
 
-    def _compile(self, original: Function) -> Function:
-        def compile(*args: Any, **kwargs: Any) -> Any:
-            self._where, _ = users_line()
-            result = original(*args, **kwargs)
-            handler = getattr(sys.modules.get("torch._dynamo.callback"), "CompilationCallbackHandler", None)
-            if handler is not None and self._patches is not None:
-                # Not as callbacks of our own: torch._dynamo.reset() forgets those.
-                self._patches.swap(handler, "run_start_callbacks", self._begin)
-                self._patches.swap(handler, "run_end_callbacks", self._end)
-                self._patches = None
-            return result
+    def _compile(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        self._where, _ = users_line()
+        result = original(*args, **kwargs)
+        handler = getattr(sys.modules.get("torch._dynamo.callback"), "CompilationCallbackHandler", None)
+        if handler is not None and self._patches is not None:
+            # Not as callbacks of our own: torch._dynamo.reset() forgets those.
+            self._patches.around(handler, "run_start_callbacks", self._begin)
+            self._patches.around(handler, "run_end_callbacks", self._end)
+            self._patches = None
+        return result
 
-        return compile
+    def _begin(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        self._began_ns = time.perf_counter_ns()
+        if self._recorder.mine():
+            self._recorder.wake()
+            self._before = self._recorder.switch(Activity.STARTUP)
+        return original(*args, **kwargs)
 
-    def _begin(self, original: Function) -> Function:
-        recorder = self._recorder
-
-        def run_start_callbacks(*args: Any, **kwargs: Any) -> Any:
-            self._began_ns = time.perf_counter_ns()
-            if recorder.mine():
-                recorder.wake()
-                self._before = recorder.switch(Activity.STARTUP)
-            return original(*args, **kwargs)
-
-        return run_start_callbacks
-
-    def _end(self, original: Function) -> Function:
-        recorder = self._recorder
-
-        def run_end_callbacks(*args: Any, **kwargs: Any) -> Any:
-            self._seconds += (time.perf_counter_ns() - self._began_ns) * 1e-9
-            if self._before is not None and recorder.mine():
-                recorder.switch(self._before)
-                self._before = None
-            return original(*args, **kwargs)
-
-        return run_end_callbacks
+    def _end(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        self._seconds += (time.perf_counter_ns() - self._began_ns) * 1e-9
+        if self._before is not None and self._recorder.mine():
+            self._recorder.switch(self._before)
+            self._before = None
+        return original(*args, **kwargs)
 
     def record(self) -> CompileRecord | None:
         """What dynamo has counted so far; None where nothing was compiled."""

@@ -153,29 +153,23 @@ class GraphHooks:
     def install(self, patches: Patches) -> None:
         """Stand where a capture begins and ends, and at replays."""
         graphs = self._torch.cuda.CUDAGraph
-        patches.swap(graphs, "capture_begin", self._begin)
-        patches.swap(graphs, "capture_end", self._end)
+        patches.around(graphs, "capture_begin", self._begin)
+        patches.around(graphs, "capture_end", self._end)
         patches.swap(graphs, "replay", self._replay)
 
-    def _begin(self, original: Function) -> Function:
-        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(graph, *args, **kwargs)
-            self._recorder.state.uses_cuda_graphs = True
-            if self._recorder.mine():
-                self._stepping.capture = Captured()
-            return result
+    def _begin(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._recorder.state.uses_cuda_graphs = True
+        if self._recorder.mine():
+            self._stepping.capture = Captured()
+        return result
 
-        return capture_begin
-
-    def _end(self, original: Function) -> Function:
-        def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            captured, self._stepping.capture = self._stepping.capture, None
-            result = original(graph, *args, **kwargs)
-            if captured is not None and (captured.backwards or captured.optimizers):
-                self._captured[graph] = captured
-            return result
-
-        return capture_end
+    def _end(self, original: Function, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        captured, self._stepping.capture = self._stepping.capture, None
+        result = original(graph, *args, **kwargs)
+        if captured is not None and (captured.backwards or captured.optimizers):
+            self._captured[graph] = captured
+        return result
 
     def _replay(self, original: Function) -> Function:
         def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -59,32 +59,26 @@ def watch_iterables(patches: Patches, module: ModuleType, taps: LoaderTaps) -> N
     name, methods = ITERABLES[module.__name__]
     library = module.__name__.partition(".")[0]
     kind = getattr(module, name, None)
+
+    def iterate(brings: Brings, original: Function, iterable: Any, *args: Any, **kwargs: Any) -> Any:
+        return taps.draw_from(library, iterable, lambda: original(iterable, *args, **kwargs), brings)
+
     for method, brings in methods.items() if kind is not None else ():
-
-        def drawn_from(original: Function, brings: Brings = brings) -> Function:
-            def iterate(iterable: Any, *args: Any, **kwargs: Any) -> Any:
-                return taps.draw_from(library, iterable, lambda: original(iterable, *args, **kwargs), brings)
-
-            return iterate
-
-        patches.swap(kind, method, drawn_from)
+        patches.around(kind, method, partial(iterate, brings))
 
 
 def override_fastai(patches: Patches, settings: Settings) -> None:
     """Have fastai's loaders that shuffle made with the settings, once it is imported: they are none of torch's."""
 
-    def make(original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(inner: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            original(inner, loader, *args, **kwargs)
-            if loader.shuffle:
-                for name in ("num_workers", "pin_memory"):
-                    if (value := getattr(settings, name)) is not None:
-                        setattr(inner, name, value)
-
-        return __init__
+    def constructed(original: Function, inner: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        original(inner, loader, *args, **kwargs)
+        if loader.shuffle:
+            for name in ("num_workers", "pin_memory"):
+                if (value := getattr(settings, name)) is not None:
+                    setattr(inner, name, value)
 
     def imported(module: Any) -> None:
-        patches.swap(module._FakeLoader, "__init__", make)
+        patches.around(module._FakeLoader, "__init__", constructed)
 
     watcher = ImportWatcher({"fastai.data.load": imported})
     sys.meta_path.insert(0, watcher)

@@ -67,19 +67,16 @@ def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
 
         return wait
 
-    def replica(original: Function) -> Function:
-        def __init__(replica: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            original(replica, *args, **kwargs)
-            if recorder.active:
-                recorder.state.replicas.append(weakref.ref(replica))
-                recorder.state.replicas_where, _ = users_line()
-                if replica.device_type == "cpu":
-                    # Its default, every 100th step, is right for a GPU, where reading the timers costs a wait.
-                    replica._set_ddp_runtime_logging_sample_rate(10)
+    def constructed(original: Function, replica: Any, *args: Any, **kwargs: Any) -> None:
+        original(replica, *args, **kwargs)
+        if recorder.active:
+            recorder.state.replicas.append(weakref.ref(replica))
+            recorder.state.replicas_where, _ = users_line()
+            if replica.device_type == "cpu":
+                # Its default, every 100th step, is right for a GPU, where reading the timers costs a wait.
+                replica._set_ddp_runtime_logging_sample_rate(10)
 
-        return __init__
-
-    patches.swap(torch.nn.parallel.DistributedDataParallel, "__init__", replica)
+    patches.around(torch.nn.parallel.DistributedDataParallel, "__init__", constructed)
     if hasattr(torch.distributed, "Work"):
         patches.swap(torch.distributed.Work, "wait", wait)
     for name in COLLECTIVES if torch.distributed.is_available() else ():
@@ -101,15 +98,12 @@ class ExitHooks:
 
     def install(self, patches: Patches) -> None:
         """Stand at the functions of os that end this program."""
-        patches.swap(os, "_exit", self._leaving)
-        patches.swap(os, "abort", self._leaving)
+        patches.around(os, "_exit", self._leave)
+        patches.around(os, "abort", self._leave)
 
-    def _leaving(self, original: Function) -> Function:
-        def leave(*status: int) -> Any:
-            self._before_leaving(status[0] if status else -signal.SIGABRT)
-            return original(*status)
-
-        return leave
+    def _leave(self, original: Function, *status: int) -> Any:
+        self._before_leaving(status[0] if status else -signal.SIGABRT)
+        return original(*status)
 
     def _before_leaving(self, status: int) -> None:
         recorder = self._recorder

@@ -18,7 +18,7 @@ from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
 from fulltilt.recorder.rank_state import memory_parts
 from fulltilt.recorder.recorder import Recorder
-from fulltilt.recorder.stacks.frames import function_that_switches, users_line
+from fulltilt.recorder.stacks.frames import callers, function_that_switches, users_line
 from fulltilt.recorder.user_code import owner
 from fulltilt.records import MemoryRecord
 
@@ -26,23 +26,20 @@ from fulltilt.records import MemoryRecord
 def watch_saving(patches: Patches, torch: Any, recorder: Recorder) -> None:
     """Mark torch.save and name the line that calls it."""
 
-    def saving(original: Function) -> Function:
-        def save(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.mine() or recorder.activity is Activity.CHECKPOINT:
-                return original(*args, **kwargs)
-            recorder.wake()
-            where, function = users_line(recorder.loop_frames.spots)
-            began = time.perf_counter()
-            before = recorder.switch(Activity.CHECKPOINT)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                recorder.switch(before)
-                recorder.state.checkpoint_lines.charge(where, function, time.perf_counter() - began, "torch.save")
+    def save(original: Function, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.mine() or recorder.activity is Activity.CHECKPOINT:
+            return original(*args, **kwargs)
+        recorder.wake()
+        where, function = users_line(recorder.loop_frames.spots)
+        began = time.perf_counter()
+        before = recorder.switch(Activity.CHECKPOINT)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.switch(before)
+            recorder.state.checkpoint_lines.charge(where, function, time.perf_counter() - began, "torch.save")
 
-        return save
-
-    patches.swap(torch, "save", saving)
+    patches.around(torch, "save", save)
 
 
 # Activities that a garbage collection interrupts; what holds another one up is that one's affair.
@@ -69,17 +66,14 @@ def watch_garbage_collector(patches: Patches, recorder: Recorder) -> None:
             if full and recorder.activity is Activity.HOST_CODE:
                 recorder.switch(before)
 
-    def collecting(original: Function) -> Function:
-        def collect(*args: Any, **kwargs: Any) -> int:
-            asked.append(users_line(recorder.loop_frames.spots) if recorder.mine() else ("", ""))
-            try:
-                return int(original(*args, **kwargs))
-            finally:
-                asked.pop()
+    def collect(original: Function, *args: Any, **kwargs: Any) -> int:
+        asked.append(users_line(recorder.loop_frames.spots) if recorder.mine() else ("", ""))
+        try:
+            return int(original(*args, **kwargs))
+        finally:
+            asked.pop()
 
-        return collect
-
-    patches.swap(gc, "collect", collecting)
+    patches.around(gc, "collect", collect)
     gc.callbacks.append(seen)
     patches.undo_by(lambda: gc.callbacks.remove(seen))
 
@@ -128,9 +122,8 @@ def _drawn_for_evaluation(taps: LoaderTaps) -> int:
 
 
 def _switching_code(frame: FrameType | None) -> CodeType | None:
-    while frame is not None and owner(frame.f_code.co_filename).startswith("torch"):
-        frame = frame.f_back
-    return frame.f_code if frame is not None else None
+    codes = (caller.f_code for caller in callers(frame))
+    return next((code for code in codes if not owner(code.co_filename).startswith("torch")), None)
 
 
 @dataclass

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -269,17 +269,29 @@ def users_line(loop_frames: frozenset[Spot] = frozenset()) -> tuple[str, str]:
     A line of the user's that only leads into a library's training loop is passed over, and so is the script that starts
     our own command line when a recipe trains.
     """
-    frame: FrameType | None = sys._getframe(2)
     outside: tuple[str, str] | None = None
-    while frame is not None and own_package(frame.f_code.co_filename) != "cli":
+    for frame in callers(sys._getframe(2)):
         code = frame.f_code
         who = owner(code.co_filename)
         if who == "user" and (code, frame.f_lasti) not in loop_frames:
-            return f"{shown_path(code.co_filename)}:{frame.f_lineno}", code.co_qualname
+            return shown_line(frame), code.co_qualname
         if who == "site" and outside is None:
-            outside = f"{shown_path(code.co_filename)}:{frame.f_lineno}", code.co_qualname
-        frame = frame.f_back
+            outside = shown_line(frame), code.co_qualname
+        if who == "fulltilt" and own_package(code.co_filename) == "cli":
+            break
     return outside or ("unknown:0", "unknown")
+
+
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame of the calling thread, the one that called it, and so on."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def shown_line(frame: FrameType) -> str:
+    """The file and line at which a frame of the calling thread stands."""
+    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 # --------------------------------------------------------------------------- the frames of the training loop
@@ -309,11 +321,8 @@ class LoopFrames:
         """Take in the stack at the beginning of an activity, if it is a part of a step."""
         if activity not in PARTS_OF_A_STEP or self._seen.get(activity, 0) == SAMPLES_AT_EACH:
             return
-        found: list[Spot] = []
-        while frame is not None:
-            found.append((frame.f_code, frame.f_lasti))
-            frame = frame.f_back
-        here, functions = frozenset(found), frozenset(code for code, _ in found)
+        here = frozenset((caller.f_code, caller.f_lasti) for caller in callers(frame))
+        functions = frozenset(code for code, _ in here)
         self._common = here if self._common is None else self._common & here
         self._holding = functions if self._holding is None else self._holding & functions
         self._seen[activity] = self._seen.get(activity, 0) + 1
@@ -376,25 +385,23 @@ class Evaluation:
 
 def line_in(loop: frozenset[CodeType], frame: FrameType | None) -> str | None:
     """The user's line in the innermost of these functions that this frame was called from; None where there is none."""
-    while frame is not None and frame.f_code not in loop:
-        frame = frame.f_back
-    if frame is None or owner(frame.f_code.co_filename) != "user":
+    innermost = next((caller for caller in callers(frame) if caller.f_code in loop), None)
+    if innermost is None or owner(innermost.f_code.co_filename) != "user":
         return None
-    return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return shown_line(innermost)
 
 
 def function_that_switches(model: Any, frame: FrameType | None) -> CodeType | None:
     """The function of the user's that switched the model; None where a library did."""
-    while frame is not None:
-        code = frame.f_code
+    for caller in callers(frame):
+        code = caller.f_code
         who = owner(code.co_filename)
         if who == "site":
             return None
         # Not the model's own ``train`` or ``eval``, which a class may have instead of torch's.
-        its_own = code.co_name in ("train", "eval") and frame.f_locals.get(*code.co_varnames[:1] or ("",)) is model
+        its_own = code.co_name in ("train", "eval") and caller.f_locals.get(*code.co_varnames[:1] or ("",)) is model
         if who == "user" and not its_own:
             return code
-        frame = frame.f_back
     return None
 
 
@@ -403,12 +410,8 @@ def function_that_draws(frame: FrameType | None) -> CodeType | None:
 
     A generator only hands batches on: the function that draws from it does something with them.
     """
-    while frame is not None:
-        code = frame.f_code
-        if owner(code.co_filename) == "user" and not code.co_flags & GENERATOR:
-            return code
-        frame = frame.f_back
-    return None
+    codes = (caller.f_code for caller in callers(frame))
+    return next((code for code in codes if owner(code.co_filename) == "user" and not code.co_flags & GENERATOR), None)
 
 
 # --------------------------------------------------------------------------- seconds by line
