@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -67,7 +68,11 @@ def mask_config(value: Any, name: str = "") -> Any:
 
 def mask_text(text: str) -> str:
     """A line of code or of a message without the secrets in it."""
+    return _masked(text, os.environ.get(PATTERNS_VARIABLE, ""))
 
+
+@lru_cache(4096)  # the recorder names the same lines over and over, in the user's own process
+def _masked(text: str, _patterns: str) -> str:
     def assigned(match: re.Match[str]) -> str:
         value = match["value"]
         quote = value[0] if value[0] in "\"'" else ""

@@ -136,11 +136,13 @@ def view_of(
     named where a library's line says more: it only led into the training loop (``trainer.train()``). A generator that
     is one of ``loop`` makes no batches: it yields what training brings.
     """
-    # What led to our own command line, as when a recipe trains, costs the training nothing.
-    calls = [stack.calls[0], *takewhile(lambda spot: own_package(spot[0].co_filename) != "cli", stack.calls[1:])]
+    calls = stack.calls
     if inside is not None and not any(code is inside for code, _ in calls):
         return None
     top = calls[0]
+    if "fulltilt.cli" in sys.modules:
+        # What led to our own command line, as when a recipe trains, costs the training nothing.
+        calls = [top, *takewhile(lambda spot: own_package(spot[0].co_filename) != "cli", calls[1:])]
     top_owner = owner(top[0].co_filename)
     user: Spot | None = None
     outside: Spot | None = None
@@ -491,6 +493,6 @@ class LineGrowth:
         grown = []
         for line in self._lines.top(64):
             at_first_s = early.get((line.where, line.function), 0.0)
-            grown.append(replace(line, seconds=line.seconds - at_first_s * (1 + ratio)))
-        grown.sort(key=lambda line: -line.seconds)
-        return tuple(line for line in grown[:most] if line.seconds > 0)
+            grown.append((line.seconds - at_first_s * (1 + ratio), line))
+        grown.sort(key=lambda one: -one[0])
+        return tuple(replace(line, seconds=seconds) for seconds, line in grown[:most] if seconds > 0)
