@@ -241,28 +241,18 @@ def test_closing_gives_everything_back():
 # --------------------------------------------------------------------------- the cost of slow calls
 
 
-@pytest.mark.parametrize(
-    ("function", "call_s", "field", "value"),
-    [
-        ("nvmlDeviceGetPcieThroughput", 0.02, "pcie_tx_bytes_per_s", 1024_000.0),
-        ("nvmlDeviceGetPcieThroughput", 0.02, "pcie_rx_bytes_per_s", 10240_000.0),
-        ("nvmlDeviceGetTotalEnergyConsumption", 0.01, "energy_j", None),
-    ],
-)
-def test_slow_calls_are_made_so_seldom_that_they_stay_in_budget(function, call_s, field, value):
+def test_energy_is_asked_for_so_seldom_that_it_stays_in_budget():
     clock = FakeClock()
-    rates = {"pcie_tx_bytes_per_s": 1024_000, "pcie_rx_bytes_per_s": 10240_000}
-    nvml = FakeNvml([t4(0, **rates), t4(1, **rates)], clock, slow={function: call_s})
+    function, call_s = "nvmlDeviceGetTotalEnergyConsumption", 0.01
+    nvml = FakeNvml([t4(0), t4(1)], clock, slow={function: call_s})
     gpus = opened(nvml)
-    seen = [[], []]
+    seen = [0, 0]
     for _ in range(200):
         for reading in gpus.read():
-            if getattr(reading, field) is not None:
-                seen[reading.index].append(getattr(reading, field))
+            seen[reading.index] += reading.energy_j is not None
         clock.advance(1)
-    assert len(seen[0]) > 3
-    assert abs(len(seen[0]) - len(seen[1])) <= 1, "each GPU has its turn"
-    assert value is None or set(seen[0]) == {value}
+    assert seen[0] > 3
+    assert abs(seen[0] - seen[1]) <= 1, "each GPU has its turn"
     assert call_s * nvml.calls[function] / clock() < 0.0025
 
 
@@ -273,7 +263,6 @@ def test_with_gpm_pcie_rates_come_with_it():
     clock.advance(1)
     (reading,) = gpus.read()
     assert reading.pcie_rx_bytes_per_s == pytest.approx(1000 * 1024**2)
-    assert nvml.calls["nvmlDeviceGetPcieThroughput"] == 0
 
 
 def test_two_threads_never_stand_in_the_driver_at_once():

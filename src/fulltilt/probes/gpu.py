@@ -277,13 +277,7 @@ THROTTLE_REASONS = (
 # A driver before 535 knows them by their old name.
 _CLOCK_EVENTS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 
-# Without GPM the driver watches the PCIe bus for 20 ms a call, and the energy counter takes an H200 5 to 12 ms.
-# Each GPU is asked in its turn, and the readings between have None.
-_PCIE_COUNTERS = {
-    "pcie_tx_bytes_per_s": "NVML_PCIE_UTIL_TX_BYTES",
-    "pcie_rx_bytes_per_s": "NVML_PCIE_UTIL_RX_BYTES",
-}
-_PCIE_SHARE = 0.002
+# The energy counter takes an H200 5 to 12 ms. Each GPU is asked in its turn, and the readings between have None.
 _ENERGY_SHARE = 0.001
 
 
@@ -337,26 +331,30 @@ class Gpus:
         self.cuda = None if not version else f"{version // 1000}.{version % 1000 // 10}"
         self._devices, self.why_none = find_devices(nvml, environ, clock)
         self._processes = GpuProcesses(nvml, root_pid)
-        self._without_gpm = deque(device for device in self._devices if device.gpm is None)
         self._with_energy = deque(self._devices)
-        self._pcie_limit = RateLimit(_PCIE_SHARE, clock=clock)
         self._energy_limit = RateLimit(_ENERGY_SHARE, clock=clock)
 
     def read(self) -> tuple[GpuReading, ...]:
         """One reading of each GPU; a GPU that the driver lost stays in the list with ``lost=True``."""
         if self._nvml is None:
             return ()
-        asks_pcie = _next_turn(self._without_gpm, self._pcie_limit)
-        asks_energy = _next_turn(self._with_energy, self._energy_limit)
+        asks_energy = self._whose_energy()
         readings: list[GpuReading] = []
         for device in self._devices:
             try:
-                readings.append(self._read_device(self._nvml, device, device is asks_pcie, device is asks_energy))
+                readings.append(self._read_device(self._nvml, device, device is asks_energy))
             except GpuLost:
                 readings.append(GpuReading(device.uuid, device.index, device.name, lost=True))
         return tuple(readings)
 
-    def _read_device(self, nvml: Nvml, device: Device, asks_pcie: bool, asks_energy: bool) -> GpuReading:
+    def _whose_energy(self) -> Device | None:
+        """The device that waited longest, when its energy may be asked for."""
+        if not self._with_energy or not self._energy_limit.due():
+            return None
+        self._with_energy.rotate(-1)
+        return self._with_energy[-1]
+
+    def _read_device(self, nvml: Nvml, device: Device, asks_energy: bool) -> GpuReading:
         module, handle, board = nvml.module, device.handle, device.board
         use = nvml.query("nvmlDeviceGetUtilizationRates", handle)
         # In the second version the driver's own reserve is not counted as used.
@@ -367,12 +365,7 @@ class Gpus:
         if asks_energy:
             with self._energy_limit.spend():
                 energy_mj = nvml.query("nvmlDeviceGetTotalEnergyConsumption", handle)
-        slow: dict[str, Any] = dict(device.gpm.read()) if device.gpm is not None else {}
-        if asks_pcie:
-            with self._pcie_limit.spend():
-                for field, counter in _PCIE_COUNTERS.items():
-                    kib_per_s = nvml.query("nvmlDeviceGetPcieThroughput", board, getattr(module, counter))
-                    slow[field] = _scaled(kib_per_s, 1024)
+        counters: dict[str, Any] = dict(device.gpm.read()) if device.gpm is not None else {}
         return GpuReading(
             uuid=device.uuid,
             index=device.index,
@@ -392,7 +385,7 @@ class Gpus:
             mem_clock_mhz=_scaled(nvml.query("nvmlDeviceGetClockInfo", board, module.NVML_CLOCK_MEM), 1.0),
             throttle_reasons=throttle_words(nvml.query_first(_CLOCK_EVENTS, board)),
             processes=self._processes.read(handle),
-            **slow,
+            **counters,
         )
 
     def close(self) -> None:
@@ -409,14 +402,6 @@ class Gpus:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _next_turn(devices: deque[Device], limit: RateLimit) -> Device | None:
-    """The device that waited longest, when a reading is due."""
-    if not devices or not limit.due():
-        return None
-    devices.rotate(-1)
-    return devices[-1]
 
 
 def throttle_words(reasons: int | None) -> tuple[str, ...] | None:

@@ -26,23 +26,15 @@ SMALL_FILE_BYTES = 1024**2
 _SAMPLE_FILES = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
-    """A file and its size."""
-
-    path: str
-    size_bytes: int
-
-
 @dataclass(slots=True)
 class FileSample:
-    """What was counted, and a sample of the small and of the large files in which each had the same chance."""
+    """What was counted, and the paths of a sample of small and of large files in which each had the same chance."""
 
     files: int = 0
     total_bytes: int = 0
     fully: bool = True
-    small: list[FoundFile] = field(default_factory=list)
-    large: list[FoundFile] = field(default_factory=list)
+    small: list[str] = field(default_factory=list)
+    large: list[str] = field(default_factory=list)
 
 
 def count_files(folder: Path, deadline_s: float) -> FileSample:
@@ -59,11 +51,11 @@ def count_files(folder: Path, deadline_s: float) -> FileSample:
         found.total_bytes += size
         group = "small" if size < SMALL_FILE_BYTES else "large"
         seen[group] += 1
-        sample: list[FoundFile] = getattr(found, group)
+        sample: list[str] = getattr(found, group)
         if len(sample) < _SAMPLE_FILES:
-            sample.append(FoundFile(entry.path, size))
+            sample.append(entry.path)
         elif (slot := draw.randrange(seen[group])) < _SAMPLE_FILES:
-            sample[slot] = FoundFile(entry.path, size)
+            sample[slot] = entry.path
         if time.perf_counter() >= deadline_s:
             found.fully = False
             break
@@ -127,7 +119,7 @@ class _Tally:
         return amount / self.seconds if self.files and self.seconds > 0 else None
 
 
-def read_rates(files: Sequence[FoundFile], deadline_s: float, budget_bytes: int, can_be_cold: bool = True) -> ReadRates:
+def read_rates(files: Sequence[str], deadline_s: float, budget_bytes: int, can_be_cold: bool = True) -> ReadRates:
     """Read the files once cold and once warm until the deadline (``time.perf_counter()``) or the budget.
 
     Cold means that the file's data was not in memory; its name and its place on the disk may have been.
@@ -169,12 +161,12 @@ def read_rates(files: Sequence[FoundFile], deadline_s: float, budget_bytes: int,
     )
 
 
-def _timed_read(file: FoundFile, buffer: bytearray, deadline_s: float) -> tuple[int, float, bool | None] | None:
+def _timed_read(file: str, buffer: bytearray, deadline_s: float) -> tuple[int, float, bool | None] | None:
     """Bytes read, seconds taken to open the file, read it up to the limit and close it, and whether it was cold."""
     start_s = time.perf_counter()
     total = 0
     try:
-        with Path(file.path).open("rb", buffering=0) as stream:
+        with Path(file).open("rb", buffering=0) as stream:
             was_cold = _is_cold(stream.fileno())
             while total < _FILE_BYTES and (count := stream.readinto(buffer)):
                 total += count
@@ -195,12 +187,12 @@ def _is_cold(descriptor: int) -> bool | None:
         return None
 
 
-def _drop_from_cache(file: FoundFile) -> bool:
+def _drop_from_cache(file: str) -> bool:
     """Ask the kernel to drop the file from the page cache; False where it cannot be asked."""
     if not hasattr(os, "posix_fadvise"):
         return False
     try:
-        with Path(file.path).open("rb", buffering=0) as stream:
+        with Path(file).open("rb", buffering=0) as stream:
             os.posix_fadvise(stream.fileno(), 0, _FILE_BYTES, os.POSIX_FADV_DONTNEED)
     except OSError:
         pass  # a file system that has no such thing; whether the read was cold shows

@@ -138,11 +138,6 @@ class FakeDriver:
         speeds = {pynvml.NVML_CLOCK_SM: handle.sm_clock_mhz, pynvml.NVML_CLOCK_MEM: handle.mem_clock_mhz}
         return int(_known(at(speeds.get(type), self.clock())))
 
-    def nvmlDeviceGetPcieThroughput(self, device: FakeGpu, counter: int) -> int:
-        is_tx = counter == pynvml.NVML_PCIE_UTIL_TX_BYTES
-        rate = device.pcie_tx_bytes_per_s if is_tx else device.pcie_rx_bytes_per_s
-        return int(at(rate, self.clock()) // 1024)
-
     def nvmlDeviceGetMigDeviceHandleByIndex(self, device: FakeGpu, index: int) -> FakeGpu:
         if index >= len(device.migs):
             raise NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
@@ -245,8 +240,6 @@ class FakeGpu:
     mem_clock_mhz: Figure | None = 2000
     cores: int = 2560
     clock_events: Bits = 0
-    pcie_tx_bytes_per_s: Figure = 0
-    pcie_rx_bytes_per_s: Figure = 0
     processes: Held | Callable[[float], Held] = ()
     gpm: Mapping[int, Figure] | None = None
     lost_after_s: float | None = None
