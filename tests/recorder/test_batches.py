@@ -32,6 +32,7 @@ class Ragged(NamedTuple):
         ((tuple(IMAGE for _ in range(4)), tuple({"boxes": torch.zeros(2, 4)} for _ in range(4))), 4, 4),
         ([{"image": IMAGE} for _ in range(5)], 5, 5),
         ([IMAGE] * 6, 6, 6),
+        ([IMAGE], 1, 1),
         (["a", "b", "c"], None, 3),
         ([torch.zeros(4), torch.zeros(1)], 1, 1),  # one sample, drawn without batching
         ((torch.zeros(300), torch.tensor(4)), None, 1),  # a vector and its label, from a data set without indices

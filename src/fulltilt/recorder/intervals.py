@@ -12,26 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fulltilt.recorder import marks
 from fulltilt.recorder.gpu_clock import GpuTime
-from fulltilt.recorder.marks import (
-    LABEL,
-    PHASE,
-    Activity,
-    ActivityTimes,
-    BackwardBegan,
-    BackwardEnded,
-    BatchArrived,
-    BookedAtRest,
-    EpochBegan,
-    EvalMode,
-    Finished,
-    Mark,
-    OptimizerStepped,
-    PassBegan,
-    PassEnded,
-    Rested,
-    WaitBegan,
-)
+from fulltilt.recorder.marks import LABEL, PHASE, Activity, ActivityTimes, Mark
 from fulltilt.recorder.steps import LONG_STEP_ON_GPU_NS, LONG_WAIT_NS, AfterStep, StepCounter
 
 ONE_BY_ONE = 100
@@ -112,18 +95,18 @@ class IntervalBuilder:
         self._interval = Interval(t0_ns)
         self._at_step_end = ActivityTimes()  # what the interval's times held when its last step ended
         self._meaning: dict[type, Callable[[Any], None]] = {
-            BatchArrived: self._batch,
-            BackwardBegan: self._backward_began,
-            BackwardEnded: self._backward_ended,
-            OptimizerStepped: self._stepped,
-            PassBegan: self._pass_began,
-            PassEnded: self._pass_ended,
-            WaitBegan: lambda fact: self._evaluate(fact.evaluating),
-            EpochBegan: self._epoch_began,
-            EvalMode: self._eval_mode_set,
-            Rested: self._rested,
-            BookedAtRest: self._booked_at_rest,
-            Finished: self._finish,
+            marks.BatchArrived: self._batch,
+            marks.BackwardBegan: self._backward_began,
+            marks.BackwardEnded: self._backward_ended,
+            marks.OptimizerStepped: self._stepped,
+            marks.PassBegan: self._pass_began,
+            marks.PassEnded: self._pass_ended,
+            marks.WaitBegan: lambda fact: self._evaluate(fact.evaluating),
+            marks.EpochBegan: self._epoch_began,
+            marks.EvalMode: self._eval_mode_set,
+            marks.Rested: self._rested,
+            marks.BookedAtRest: self._booked_at_rest,
+            marks.Finished: self._finish,
         }
 
     # ------------------------------------------------------------------ marks in
@@ -199,7 +182,7 @@ class IntervalBuilder:
 
     # ------------------------------------------------------------------ what facts mean
 
-    def _batch(self, fact: BatchArrived) -> None:
+    def _batch(self, fact: marks.BatchArrived) -> None:
         if self._undeclared:
             self._settle_undeclared()
         self._evaluate(fact.evaluating)
@@ -229,13 +212,13 @@ class IntervalBuilder:
             began, ended, _ = self.gpu.held[-1]
             self.gpu.held[-1] = (began, ended, label)
 
-    def _pass_began(self, fact: PassBegan) -> None:
+    def _pass_began(self, fact: marks.PassBegan) -> None:
         self._before_pass[fact.loader_id] = dict(self._interval.times.by_label)
         if not fact.evaluating:
             self.counter.pass_began(fact.loader_id)
         self._evaluate(fact.evaluating)
 
-    def _pass_ended(self, fact: PassEnded) -> None:
+    def _pass_ended(self, fact: marks.PassEnded) -> None:
         before = self._before_pass.pop(fact.loader_id, {})
         trained = self.counter.pass_ended(fact.loader_id, fact.evaluating)
         if fact.evaluating:
@@ -261,14 +244,14 @@ class IntervalBuilder:
     def _evaluate(self, on: bool) -> None:
         self.validating = on and self._started
 
-    def _eval_mode_set(self, fact: EvalMode) -> None:
+    def _eval_mode_set(self, fact: marks.EvalMode) -> None:
         self._eval_mode = fact.on
         self._evaluate(fact.on)
 
-    def _epoch_began(self, fact: EpochBegan) -> None:
+    def _epoch_began(self, fact: marks.EpochBegan) -> None:
         self.epoch = fact.number
 
-    def _backward_began(self, _: BackwardBegan) -> None:
+    def _backward_began(self, _: marks.BackwardBegan) -> None:
         self._started = True
         self._preparing = self.validating = self._eval_mode = False
         self._in_backward = True
@@ -276,7 +259,7 @@ class IntervalBuilder:
             self._undeclared = {}
             self.epoch += 1
 
-    def _backward_ended(self, _: BackwardEnded) -> None:
+    def _backward_ended(self, _: marks.BackwardEnded) -> None:
         if self._in_backward:
             self._in_backward = False
             self.counter.backward()
@@ -286,7 +269,7 @@ class IntervalBuilder:
                 steps, self._hand_steps = self._hand_steps, 0
                 self._end_step(steps)
 
-    def _stepped(self, fact: OptimizerStepped) -> None:
+    def _stepped(self, fact: marks.OptimizerStepped) -> None:
         self._hand_steps = 0
         self.calls += 1
         if self._in_backward:  # a hook steps as soon as its parameter's gradient is there
@@ -296,7 +279,7 @@ class IntervalBuilder:
             self._interval.skipped += fact.skipped
             self._end_step(1)
 
-    def _booked_at_rest(self, fact: BookedAtRest) -> None:
+    def _booked_at_rest(self, fact: marks.BookedAtRest) -> None:
         label, booked = LABEL[self._activity], self._interval.at_rest_ns
         if fact.turnover:
             label = "epoch_turnover"
@@ -306,7 +289,7 @@ class IntervalBuilder:
         booked[label] = booked.get(label, 0.0) + fact.ns
         self._data_wait_ns = 0.0
 
-    def _rested(self, fact: Rested) -> None:
+    def _rested(self, fact: marks.Rested) -> None:
         steps = fact.calls * self.steps // self.calls if self.calls else 0
         batches, samples = self.counter.drawn_at_rest(fact.drawn)
         self._interval.count(batches, samples or None)
@@ -356,7 +339,7 @@ class IntervalBuilder:
             times.user(self._after, now_ns - self.now_ns)
         return Interval(self._step_end, now_ns, epoch=self.epoch, times=times, gpu=self.gpu is not None)
 
-    def _finish(self, _: Finished) -> None:
+    def _finish(self, _: marks.Finished) -> None:
         self.counter.settle()
         self._settle_undeclared()
         if self._hand_steps:

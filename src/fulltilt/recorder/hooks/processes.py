@@ -24,22 +24,9 @@ from fulltilt.recorder.user_code import leave_out_ours
 from fulltilt.records import CommunicationRecord
 
 COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",  # the new name of all_gather_into_tensor (torch 2.15), as below
-    "all_gather_object",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-    "scatter",
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("scatter", "all_gather_single", "reduce_scatter_single"),  # the last two: torch 2.15's names of …_tensor
 )
 
 

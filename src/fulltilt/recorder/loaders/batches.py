@@ -18,10 +18,14 @@ def count_samples(batch: Any, hint: int | None = None, last: int | None = None) 
     # The common cases first, since this runs for every batch: columns in a tuple, a list or a dict.
     kind = type(batch)
     columns = batch if kind in (tuple, list) else tuple(batch.values()) if kind is dict else (batch,)
-    if hint in (None, 1) and _is_one_sample(columns):
-        return 1
-    first = columns[0] if columns else None
-    if (shape := getattr(first, "shape", None)) and hint in (None, shape[0]):
+    shape = getattr(columns[0], "shape", None) if columns else None
+    if hint in (None, 1):
+        shapes = [() if isinstance(column, int | float) else getattr(column, "shape", None) for column in columns]
+        if _is_one_sample(shapes):
+            return 1
+        if shape and len(shapes) > 1 and all(other and other[0] == shape[0] for other in shapes):
+            return int(shape[0])  # asked for one sample, the data set gives a batch
+    if shape and hint in (None, shape[0]):
         return int(shape[0])
     counts = list(_counts(batch, DEEPEST))
     if not counts:
@@ -29,12 +33,11 @@ def count_samples(batch: Any, hint: int | None = None, last: int | None = None) 
     return hint if hint in counts else last if last in counts else counts[0]
 
 
-def _is_one_sample(columns: Sequence[Any]) -> bool:
-    """Whether these are the parts of one sample, drawn without batching.
+def _is_one_sample(shapes: Sequence[Any]) -> bool:
+    """Whether these are of the parts of one sample, drawn without batching.
 
     A batch has a dimension for its samples in every part, and a vector alone would be a batch of single numbers.
     """
-    shapes = [() if isinstance(column, int | float) else getattr(column, "shape", None) for column in columns]
     firsts = [shape[0] for shape in shapes if shape]
     if () in shapes:
         return 0 < len(firsts) == len(set(firsts))

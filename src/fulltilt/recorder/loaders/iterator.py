@@ -38,7 +38,6 @@ class LoaderTap:
     loader: Callable[[], Any]
     described: dict[str, Any] = field(default_factory=dict)
     asked_for: int | None = None  # indices in each request, where there is no batch size: 1 without batching
-    asked_in_vain: int = 0
     last_batch_size: int | None = None  # of a pass, where it is smaller
     eval_batches: int = 0
     passes: int = 0
@@ -243,8 +242,6 @@ class Drawing:
 # Reading a thread's CPU clock is a system call: done for the first batches and then for every so many.
 TIME_CPU_FIRST = 64
 TIME_CPU_EVERY = 8
-# After so many requests for one sample each that all brought a batch, the next ones will, too.
-ASKED_IN_VAIN = 64
 WAITS = {False: WaitBegan(False), True: WaitBegan(True)}
 
 
@@ -372,10 +369,6 @@ class PassMeter:
         tap = self._tap
         samples = self._samples_of(batch)
         tap.batches += 1
-        if tap.asked_for is not None:
-            tap.asked_in_vain = 0 if samples == tap.asked_for else tap.asked_in_vain + 1
-            if tap.asked_in_vain == ASKED_IN_VAIN:
-                tap.asked_for = None  # what one request brings is a batch, whose own shape is quicker to read
         if samples is not None:
             tap.samples += samples
             tap.counted = True
