@@ -254,11 +254,7 @@ class HostProbe:
     """Reads the host and the process tree under ``root_pid`` (default: this process)."""
 
     def __init__(
-        self,
-        root_pid: int | None = None,
-        *,
-        root: Path = Path("/"),
-        clock: Callable[[], float] = time.monotonic,
+        self, root_pid: int | None = None, *, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.root_pid = os.getpid() if root_pid is None else root_pid
         self._root = root

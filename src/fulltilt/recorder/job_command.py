@@ -14,10 +14,7 @@ from fulltilt.errors import UsageError
 from fulltilt.records import Task
 
 # Launchers that are Python programs: found beside this interpreter first, so that they start the same Python.
-LAUNCHERS = {
-    "torchrun": ("-m", "torch.distributed.run"),
-    "accelerate": ("-m", "accelerate.commands.accelerate_cli"),
-}
+LAUNCHERS = {"torchrun": ("-m", "torch.distributed.run"), "accelerate": ("-m", "accelerate.commands.accelerate_cli")}
 
 
 def job_command(arguments: list[str]) -> list[str]:

@@ -14,11 +14,7 @@ from fulltilt.recorder.hooks.compiling import CompileHooks
 from fulltilt.recorder.hooks.cuda import DeviceHooks, GraphHooks
 from fulltilt.recorder.hooks.dataloader import override_fastai, watch_iterables, watch_loaders
 from fulltilt.recorder.hooks.processes import ExitHooks, show_errors_without_ours, watch_ranks
-from fulltilt.recorder.hooks.training import (
-    StepHooks,
-    watch_garbage_collector,
-    watch_saving,
-)
+from fulltilt.recorder.hooks.training import StepHooks, watch_garbage_collector, watch_saving
 from fulltilt.recorder.import_watcher import imported_iterables
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.loader_taps import FeedTaps
