@@ -13,13 +13,13 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from fulltilt import feed as feed
     from fulltilt.diagnosis import diagnose as diagnose
-    from fulltilt.recorder import record as record
+    from fulltilt.recorder.manual_recording import record as record
     from fulltilt.store import load as load
 
 _HOME = {
     "load": "fulltilt.store",
     "diagnose": "fulltilt.diagnosis",
-    "record": "fulltilt.recorder",
+    "record": "fulltilt.recorder.manual_recording",
 }
 
 __all__ = ["__version__", "diagnose", "feed", "load", "record"]

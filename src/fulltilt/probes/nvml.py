@@ -117,13 +117,11 @@ _METRICS = (  # field, NVML's metric, factor to the field's unit
 class Gpm:
     """Two sample buffers of one GPU, or of one MIG instance of it, filled in turn."""
 
-    def __init__(
-        self, nvml: Nvml, older: Any, newer: Any, take: Callable[[Any], Any], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, nvml: Nvml, handle: Any, gpu_instance: int | None, clock: Callable[[], float]) -> None:
         self._nvml = nvml
-        self._older, self._newer = older, newer
-        self._take = take
+        self._handle, self._gpu_instance = handle, gpu_instance
         self._clock = clock
+        self._older, self._newer = nvml.query("nvmlGpmSampleAlloc"), nvml.query("nvmlGpmSampleAlloc")
         self._older_at_s: float | None = None
         self._last: GpmReading = {}
         self._request = nvml.module.c_nvmlGpmMetricsGet_t()
@@ -140,18 +138,16 @@ class Gpm:
         support = nvml.query("nvmlGpmQueryDeviceSupport", handle)
         if support is None or not support.isSupportedDevice:
             return None
-
-        def take(sample: Any) -> Any:
-            if gpu_instance is None:
-                return nvml.query("nvmlGpmSampleGet", handle, sample)
-            return nvml.query("nvmlGpmMigSampleGet", handle, gpu_instance, sample)
-
-        older, newer = nvml.query("nvmlGpmSampleAlloc"), nvml.query("nvmlGpmSampleAlloc")
-        if older is None or newer is None:
+        gpm = cls(nvml, handle, gpu_instance, clock)
+        if gpm._older is None or gpm._newer is None:
             return None
-        gpm = cls(nvml, older, newer, take, clock)
         gpm.read()  # the first sample: the next reading covers the time since opening
         return gpm
+
+    def _take(self, sample: Any) -> Any:
+        if self._gpu_instance is None:
+            return self._nvml.query("nvmlGpmSampleGet", self._handle, sample)
+        return self._nvml.query("nvmlGpmMigSampleGet", self._handle, self._gpu_instance, sample)
 
     def read(self) -> GpmReading:
         """Means since the reading before; that one again if it is less than 0.1 s old. Raises GpuLost."""

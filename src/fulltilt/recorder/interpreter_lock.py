@@ -62,9 +62,12 @@ class LockTurns:
 
     def end_wait(self) -> None:
         """The sample is due, and the lock is ours."""
-        cost_s, now_s = time.thread_time() - self._worked_s, time.monotonic()
+        cost_s = time.thread_time() - self._worked_s
+        if cost_s <= COSTLY_S and not self._patient:  # mostly so: nothing to charge, and no debt
+            self._crowded_s -= self._crowded_s / REMEMBERED_SAMPLES
+            return
         cost_s = cost_s if cost_s > COSTLY_S else 0.0
-        of_cpus_s = min(cost_s, self._without_cpu_s(now_s)) if cost_s else 0.0
+        of_cpus_s = min(cost_s, self._without_cpu_s(time.monotonic())) if cost_s else 0.0
         self._for_calls.charge(cost_s - of_cpus_s)
         self._for_cpus.charge(of_cpus_s)
         self._crowded_s += (of_cpus_s - self._crowded_s) / REMEMBERED_SAMPLES

@@ -191,9 +191,7 @@ class _During(contextlib.AbstractContextManager[None]):
         if self._on:
             recorder.switch(self._activity)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._on:
             self._recorder.switch(Activity.USER, None, self._end)
 

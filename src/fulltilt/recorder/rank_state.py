@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fulltilt import records
 from fulltilt.recorder import attach
 from fulltilt.recorder.intervals import IntervalBuilder
 from fulltilt.recorder.job_command import RANKED
@@ -18,23 +19,9 @@ from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.workers import WorkerTotals, allowed_cpus, run_delay_s
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, StackView
-from fulltilt.records import (
-    CommunicationRecord,
-    CompileRecord,
-    DeepRecord,
-    GarbageRecord,
-    KernelRecord,
-    LiveRecord,
-    MemoryRecord,
-    PrecisionRecord,
-    RankRecord,
-    TransferRecord,
-    UnusedSearchRecord,
-    WorkerRecord,
-)
 
 
-def memory_parts(torch: Any, optimizers: Iterable[Any], on_gpu: bool) -> MemoryRecord:
+def memory_parts(torch: Any, optimizers: Iterable[Any], on_gpu: bool) -> records.MemoryRecord:
     """The parts as they are now. Call it when an optimizer has just stepped: gradients and states are there then."""
     parameters: dict[int, Any] = {}
     states = 0
@@ -48,7 +35,7 @@ def memory_parts(torch: Any, optimizers: Iterable[Any], on_gpu: bool) -> MemoryR
     if on_gpu:
         other = max(0, int(torch.cuda.memory_allocated()) - weights - gradients - states)
     count = sum(int(parameter.numel()) for parameter in parameters.values())
-    return MemoryRecord(count, weights, gradients, states, other)
+    return records.MemoryRecord(count, weights, gradients, states, other)
 
 
 def _tensors(torch: Any, node: Any) -> Iterator[Any]:
@@ -81,12 +68,12 @@ class Copies:
         self.bytes += stands_for * copied_bytes
         self.blocking += stands_for * blocking
 
-    def record(self, stretch: float) -> TransferRecord | None:
+    def record(self, stretch: float) -> records.TransferRecord | None:
         """The copies as a record, stretched to the whole run; None when there were none."""
         if not self.copies:
             return None
         top = self.lines.top(1)
-        return TransferRecord(
+        return records.TransferRecord(
             copies=round(stretch * self.copies),
             bytes=round(stretch * self.bytes),
             pageable_share=self.pageable / self.asked if self.asked else None,
@@ -114,18 +101,18 @@ class Garbage:
         if where:
             self.asked_for.charge(where, function, took_s, "gc.collect()")
 
-    def record(self) -> GarbageRecord | None:
+    def record(self) -> records.GarbageRecord | None:
         """The collections as a record; None when there were none."""
         if not self.collections:
             return None
-        return GarbageRecord(self.collections, self.full, self.seconds, self.longest_s, self.asked_for.top(3))
+        return records.GarbageRecord(self.collections, self.full, self.seconds, self.longest_s, self.asked_for.top(3))
 
 
 MOST_REMARKS = 20
 
 
 class RankState:
-    """Everything that ends in a RankRecord."""
+    """Everything that ends in a records.RankRecord."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -155,26 +142,26 @@ class RankState:
         self.learning_rate: float | None = None
         self.parameter_dtype: str | None = None
         self.fused_optimizer: bool | None = None
-        self.memory: MemoryRecord | None = None
+        self.memory: records.MemoryRecord | None = None
         self.autocast: str | None = None
         self.scaler = False
         self.replicas: list[weakref.ref[Any]] = []
         self.replicas_where: str | None = None
-        self.communication: CommunicationRecord | None = None
-        self.unused_search: UnusedSearchRecord | None = None
+        self.communication: records.CommunicationRecord | None = None
+        self.unused_search: records.UnusedSearchRecord | None = None
         self.sharded = False
         self.measures_exchange = False
-        self.deep: DeepRecord | None = None
-        self.kernels: KernelRecord | None = None
+        self.deep: records.DeepRecord | None = None
+        self.kernels: records.KernelRecord | None = None
         self.uses_cuda_graphs = False
         self.flops_per_call: float | None = None
         # What torch.compile did, asked for each time that the record is written.
-        self.compiling: Callable[[], CompileRecord | None] = lambda: None
+        self.compiling: Callable[[], records.CompileRecord | None] = lambda: None
         self.remarks: list[str] = []
         self._vram_peak_bytes: int | None = None
         self._waited_before_s: float | None = None
         # What live tuning did, asked for each time that the record is written.
-        self.live: Callable[[], tuple[LiveRecord, ...]] = tuple
+        self.live: Callable[[], tuple[records.LiveRecord, ...]] = tuple
 
     # ------------------------------------------------------------------ while it runs
 
@@ -248,12 +235,12 @@ class RankState:
             data = replica._get_ddp_logging_data()
             # A static graph is searched in the first step only.
             if data.get("find_unused_parameters") and not getattr(replica, "static_graph", False):
-                before = self.unused_search or UnusedSearchRecord(self.replicas_where, 0, 0)
+                before = self.unused_search or records.UnusedSearchRecord(self.replicas_where, 0, 0)
                 unused_bytes = max(before.unused_bytes, int(data.get("unused_parameter_size", 0)))
                 self.unused_search = replace(before, asked=before.asked + 1, unused_bytes=unused_bytes)
             communication = data.get("avg_backward_comm_time")
             if communication:
-                self.communication = CommunicationRecord(
+                self.communication = records.CommunicationRecord(
                     communication_s=communication * 1e-9,
                     overlapped_s=data.get("avg_backward_compute_comm_overlap_time", 0) * 1e-9,
                 )
@@ -283,12 +270,12 @@ class RankState:
 
     def record(
         self, stream: int, t1_s: float, finished: bool, builder: IntervalBuilder, on_gpu: bool, stretch: float
-    ) -> RankRecord:
+    ) -> records.RankRecord:
         """Everything noted so far; ``stretch`` is what the calls that were noted must be stretched by to be all."""
         trained = builder.counter.train_loaders
         cuda = self._torch.cuda if on_gpu else None
         stats = cuda.memory_stats() if cuda is not None else {}
-        return RankRecord(
+        return records.RankRecord(
             rank=stream,
             world_size=self.world_size,
             pid=os.getpid(),
@@ -313,7 +300,7 @@ class RankState:
             checkpoint_lines=self.checkpoint_lines.top(),
             syncs=round(stretch * self.syncs),
             transfer=self.copies.record(stretch),
-            precision=PrecisionRecord(
+            precision=records.PrecisionRecord(
                 autocast=self.autocast,
                 parameters=self.parameter_dtype,
                 tf32=self._tf32(),
@@ -358,14 +345,14 @@ class RankState:
             self._vram_peak_bytes = max(now_bytes, self._vram_peak_bytes or 0)
         return self._vram_peak_bytes
 
-    def _worker_records(self) -> tuple[WorkerRecord, ...]:
-        records = [totals.record(loader_id) for loader_id, totals in self.workers.items()]
+    def _worker_records(self) -> tuple[records.WorkerRecord, ...]:
+        found = [totals.record(loader_id) for loader_id, totals in self.workers.items()]
         for tap in self.taps.all:
             lines = self.load_lines.get(tap.loader_id)
             if lines is not None and tap.loader_id not in self.workers:
                 # The training thread is its own worker: what next() cost is what fetching cost.
-                records.append(
-                    WorkerRecord(
+                found.append(
+                    records.WorkerRecord(
                         loader_id=tap.loader_id,
                         processes=0,
                         batches=tap.batches,
@@ -378,7 +365,7 @@ class RankState:
                         lines=lines.top(),
                     )
                 )
-        return tuple(records)
+        return tuple(found)
 
     @property
     def compiled(self) -> bool:

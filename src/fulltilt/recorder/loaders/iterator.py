@@ -38,7 +38,7 @@ class LoaderTap:
     loader: Callable[[], Any]
     described: dict[str, Any] = field(default_factory=dict)
     asked_for: int | None = None  # indices in each request, where there is no batch size: 1 without batching
-    last_batch_size: int | None = None  # of a pass, where it is smaller
+    last_batch_size: int | None = None  # of a pass; None where it is no smaller, or nothing tells
     eval_batches: int = 0
     passes: int = 0
     in_pass: bool = False
@@ -67,6 +67,10 @@ class LoaderTap:
     # What live tuning has put in force instead of the loader's own arguments.
     in_force: dict[str, Any] = field(default_factory=dict)
     serving_workers: int | None = None  # of the pool that serves now, on trial or in force
+
+    def look_at(self, loader: Any) -> None:
+        """Take in what the loader says of itself as a pass begins."""
+        self.described, self.last_batch_size = describe(loader), _last_batch_size(loader)
 
     def retired(self) -> bool:
         """Whether this loader has served its passes, so that one made at the same place stands for it."""
@@ -194,8 +198,7 @@ def _batch_size(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def last_batch_size(loader: Any) -> int | None:
-    """The size of the last, smaller batch of a pass; None where all are of one size, or nothing tells."""
+def _last_batch_size(loader: Any) -> int | None:
     size, indices = _batch_size(loader), _length(getattr(loader, "sampler", None))
     return (indices % size or None) if size and indices and not is_iterable(loader) else None
 

@@ -16,15 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from fulltilt.recorder.import_watcher import Brings
 from fulltilt.recorder.loaders import workers
-from fulltilt.recorder.loaders.iterator import (
-    Drawing,
-    LoaderTap,
-    PassMeter,
-    TappedIterator,
-    describe,
-    is_iterable,
-    last_batch_size,
-)
+from fulltilt.recorder.loaders.iterator import Drawing, LoaderTap, PassMeter, TappedIterator, describe, is_iterable
 from fulltilt.recorder.marks import Activity, PassBegan
 from fulltilt.recorder.stacks.frames import callers, shown_line, users_line
 from fulltilt.recorder.user_code import own_package, owner
@@ -222,7 +214,7 @@ class LoaderTaps(Drawing):
         recorder = self.recorder
         recorder.wake()
         if loader is not None:
-            tap.described, tap.last_batch_size = describe(loader), last_batch_size(loader)
+            tap.look_at(loader)
         tap.passes += 1
         tap.in_pass = True
         tap.pass_began_s = time.perf_counter()
