@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import pytest
@@ -406,7 +406,8 @@ def test_a_sample_keeps_nothing_that_a_function_has_let_go_of() -> None:
     thread.join()
 
 
-def test_what_started_our_own_trainings_is_not_named() -> None:
+def test_what_started_our_own_trainings_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fulltilt.cli", ModuleType("fulltilt.cli"))
     home = Path(fulltilt.__file__).parent
     files = [home / "train" / "step.py", home / "cli" / "train.py", Path("/x/site-packages/typer/main.py")]
     step, command, typer = ((compile("pass", str(file), "exec"), 0) for file in files)

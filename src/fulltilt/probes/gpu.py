@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -183,10 +184,8 @@ class Device:
     def close(self) -> None:
         """Give back what the driver holds for us."""
         if self.gpm is not None:
-            try:
+            with contextlib.suppress(GpuLost):
                 self.gpm.close()
-            except GpuLost:
-                pass
 
 
 def find_devices(

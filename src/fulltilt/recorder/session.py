@@ -17,7 +17,6 @@ from fulltilt.recorder.hooks.processes import ExitHooks, show_errors_without_our
 from fulltilt.recorder.hooks.training import StepHooks, watch_garbage_collector, watch_saving
 from fulltilt.recorder.import_watcher import imported_iterables
 from fulltilt.recorder.loaders import LoaderTaps
-from fulltilt.recorder.loaders.loader_taps import FeedTaps
 from fulltilt.recorder.loaders.settings_file import LoaderOverride, read_loader, read_settings
 from fulltilt.recorder.profiler import StepProfiler
 from fulltilt.recorder.rank_state import RankState
@@ -50,7 +49,7 @@ class Session:
             if self._settings.torch_threads:
                 self._torch.set_num_threads(self._settings.torch_threads)
         self.patch()
-        batch_observer.observe = FeedTaps(self.taps).observe
+        batch_observer.observe = self.taps.observe_feed
 
     def patch(self) -> None:
         """Put the hooks into torch and Python in place; the table in ``hooks`` lists them."""

@@ -174,16 +174,10 @@ def _users_own(dataset: Any) -> Any:
 
 def _most_objects(dataset: Any) -> str | None:
     """The attribute that holds most objects in a list, tuple, dict or set: ``self.paths, a list of 1,200,000``."""
-    kept = [(len(value), name, value) for name, value in _attributes(dataset) if type(value) in COLLECTIONS]
+    attributes = list(getattr(dataset, "__dict__", {}).items())  # none for a class with slots, or a plain list
+    kept = [(len(value), name, value) for name, value in attributes if type(value) in COLLECTIONS]
     number, name, value = max(kept, key=lambda one: one[0], default=(0, "", None))
     return f"self.{name}, a {type(value).__name__} of {number:,}" if number >= MANY_OBJECTS else None
-
-
-def _attributes(dataset: Any) -> list[tuple[str, Any]]:
-    try:
-        return list(vars(dataset).items())
-    except TypeError:
-        return []  # a class with slots, or a plain list
 
 
 def is_iterable(loader: Any) -> bool:

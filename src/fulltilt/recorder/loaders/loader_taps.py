@@ -30,6 +30,7 @@ TORCHS_ITERATORS = "torch.utils.data.dataloader"
 OBSERVING = ("recorder", "tuning")
 # Makes loaders out of those that the user, or another library, has made.
 PASSES_ON = "accelerate"
+NEAREST_SITES = 4  # lines that tell the places of two loaders apart
 
 
 class CallSites(NamedTuple):
@@ -40,14 +41,14 @@ class CallSites(NamedTuple):
     nearest: tuple[str, ...]
 
 
-def call_sites(loader: Any, most: int = 4) -> CallSites:
+def call_sites(loader: Any) -> CallSites:
     """The calls that led to the construction of a loader, outside of torch and of the construction itself."""
     sites: list[str] = []
     where: str | None = None
     library: str | None = None
     constructors = _constructors(type(loader))
     for frame in callers(sys._getframe(1)):
-        if where is not None and len(sites) >= most:
+        if where is not None and len(sites) >= NEAREST_SITES:
             break
         code = frame.f_code
         who = owner(code.co_filename)
@@ -61,8 +62,8 @@ def call_sites(loader: Any, most: int = 4) -> CallSites:
             library = ENGINE
     if library == ENGINE:
         # Settings make the loader; on the line that starts the training there is nothing to change.
-        return CallSites(None, ENGINE, tuple(sites[:most]))
-    return CallSites(where or (sites[0] if sites else None), library, tuple(sites[:most]))
+        return CallSites(None, ENGINE, tuple(sites[:NEAREST_SITES]))
+    return CallSites(where or (sites[0] if sites else None), library, tuple(sites[:NEAREST_SITES]))
 
 
 def _constructors(kind: type) -> set[CodeType]:
@@ -210,6 +211,19 @@ class LoaderTaps(Drawing):
                 tap = self._made_before[key] = tap_on(self, described(iterable), where, made_by=library)
         return LibraryIterator(self, tap, self._begin_pass(None, tap, begin), brings)
 
+    def observe_feed(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of one pass of a loader of the feed's, each wait for one measured."""
+        recorder = self.recorder
+        recorder.ensure_started()
+        # Inside another meter's next() this loader is a part of what is measured there: the engine's steps are.
+        if not recorder.active or (recorder.mine() and recorder.activity is Activity.DATA_WAIT):
+            return batches
+        tap = self._taps.get(loader)
+        if tap is None:
+            tap = self._taps[loader] = tap_on(self, _describe(loader), *_place())
+        tap.passes += 1
+        return TappedIterator(self, tap, batches)
+
     def _begin_pass(self, loader: Any, tap: LoaderTap, start: Callable[[], Any]) -> Any:
         recorder = self.recorder
         recorder.wake()
@@ -321,27 +335,6 @@ def described(batches: Iterable[Any], **known: Any) -> dict[str, Any]:
     """What a loader record says of an iterable; what is not ``known`` is as for one on the training thread."""
     unknown = {"dataset_len": None, "iterable": True, "batch_size": None, "num_workers": 0}
     return {"dataset": type(batches).__name__, **unknown, **known}
-
-
-class FeedTaps:
-    """All of the feed's loaders in this process; ``batch_observer`` calls ``observe`` for each pass."""
-
-    def __init__(self, taps: LoaderTaps) -> None:
-        self._all = taps
-        self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
-
-    def observe(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of one pass, each wait for one measured."""
-        recorder = self._all.recorder
-        recorder.ensure_started()
-        # Inside another meter's next() this loader is a part of what is measured there: the engine's steps are.
-        if not recorder.active or (recorder.mine() and recorder.activity is Activity.DATA_WAIT):
-            return batches
-        tap = self._taps.get(loader)
-        if tap is None:
-            tap = self._taps[loader] = tap_on(self._all, _describe(loader), *_place())
-        tap.passes += 1
-        return TappedIterator(self._all, tap, batches)
 
 
 def _place() -> tuple[str | None, str | None]:

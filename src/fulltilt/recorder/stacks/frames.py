@@ -483,8 +483,8 @@ class LineGrowth:
         if steps >= 2 * max(self._last[0], FEWEST_STEPS // 2):
             self._first, self._last = self._last, (steps, self._lines.by_line())
 
-    def top(self, steps: int, most: int = 3) -> tuple[HotLine, ...]:
-        """The lines that grew most, and what they cost since beyond what they had cost before."""
+    def top(self, steps: int) -> tuple[HotLine, ...]:
+        """The three lines that grew most, and what they cost since beyond what they had cost before."""
         before, early = self._first
         later = steps - before
         if not before or later <= 0:
@@ -495,4 +495,4 @@ class LineGrowth:
             at_first_s = early.get((line.where, line.function), 0.0)
             grown.append((line.seconds - at_first_s * (1 + ratio), line))
         grown.sort(key=lambda one: -one[0])
-        return tuple(replace(line, seconds=seconds) for seconds, line in grown[:most] if seconds > 0)
+        return tuple(replace(line, seconds=seconds) for seconds, line in grown[:3] if seconds > 0)
