@@ -18,7 +18,8 @@ from fulltilt.store import create_folder
 from fulltilt.tuning.live import Live
 from fulltilt.tuning.live.batch_check import BatchCheck
 from fulltilt.tuning.live.controller import Capacity, Settle, Try
-from fulltilt.tuning.live.measurement import Knobs, Limits
+from fulltilt.tuning.live.limits import Limits
+from fulltilt.tuning.live.measurement import Knobs
 
 # One batch is enough for a judgement, so that moves come one upon the other.
 HASTY = Limits(

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fulltilt.tuning.live.measurement import DEFAULT, Arrival, Knobs, Window
+from fulltilt.tuning.live.limits import DEFAULT
+from fulltilt.tuning.live.measurement import Arrival, Knobs, Window
 from fulltilt.tuning.trial.throughput import (
     Block,
     BlockTimer,

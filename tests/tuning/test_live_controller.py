@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fulltilt.tuning.live.controller import Capacity, Settle, Try, decide, most_workers, pays
-from fulltilt.tuning.live.measurement import DEFAULT, Arrival, Knobs, Seen, Window, summarize
+from fulltilt.tuning.live.limits import DEFAULT
+from fulltilt.tuning.live.measurement import Arrival, Knobs, Seen, Window, summarize
 
 
 def simulate(

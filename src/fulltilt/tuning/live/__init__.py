@@ -22,7 +22,8 @@ from fulltilt.recorder.loaders.iterator import is_iterable
 from fulltilt.recorder.loaders.settings_file import LOADER
 from fulltilt.recorder.loaders.workers import allowed_cpus
 from fulltilt.records import LiveRecord, Settings
-from fulltilt.tuning.live.measurement import DEFAULT, Knobs, Limits
+from fulltilt.tuning.live.limits import DEFAULT, Limits
+from fulltilt.tuning.live.measurement import Knobs
 from fulltilt.tuning.space import rid_of_none
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes, shared_memory_bytes
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.recorder.session import Session
-from fulltilt.tuning.live.measurement import DEFAULT, Knobs, Limits, Seen
+from fulltilt.tuning.live.limits import DEFAULT, Limits
+from fulltilt.tuning.live.measurement import Knobs, Seen
 from fulltilt.tuning.search import Bracket
 
 

@@ -17,7 +17,8 @@ from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import Pickled, file_positions, kept_generators
 from fulltilt.tuning.live.controller import pays
-from fulltilt.tuning.live.measurement import Arrival, Limits, Seen, summarize
+from fulltilt.tuning.live.limits import Limits
+from fulltilt.tuning.live.measurement import Arrival, Seen, summarize
 from fulltilt.tuning.live.untunable import reason_against
 from fulltilt.tuning.live.worker_pool import copy_of, knobs_of
 

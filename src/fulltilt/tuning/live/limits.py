@@ -1,0 +1,44 @@
+"""When live tuning acts, how long it looks, how much a change must gain, and what workers may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Shares are of the training thread's time; 0.1 is a tenth."""
+
+    # -- when to act
+    enough_wait_share: float = 0.03  # a healthy loader's next() costs 1 to 3 %: there the loader is no longer the limit
+    clear_wait_share: float = 0.2  # so far above the last that a few more batches would not bring it down there
+    paid_share: float = 0.02  # two windows of the same setting differ by this much
+    most_moves: int = 8  # at six to nine seconds each: one minute of training
+
+    # -- how long to look
+    warm_up_batches: int = 2  # the first steps allocate, compile and choose kernels
+    least_batches: int = 4
+    least_s: float = 3.0  # on a machine shared with others a shorter window says nothing
+    most_s: float = 8.0
+    settle_s: float = 2.5  # after a switch, batches fetched in advance make the new pool look faster than it is
+    spread: float = 0.025  # a window ends early when its rate is known this well
+    pause_s: float = 0.25  # a longer stop between two batches (validation, a checkpoint) fills the queue: not counted
+
+    # -- patience with a new pool
+    batch_s: float = 15.0  # a pool whose batch takes longer hangs, or its worker has died
+    spawn_s: float = 60.0  # … where workers that are not forked import the script and torch first
+    batch_times: float = 20.0  # … or so many times what a batch has taken so far
+
+    # -- capacity
+    worker_headroom: float = 1.15  # workers above the bare need, so that uneven batches do not empty the queue
+    waiting_workers_per_cpu: float = 4.0  # workers that wait for storage use little CPU; more than this only add memory
+    unmeasured_worker_bytes: int = 512 << 20  # what a forked worker grows to before anybody has measured one
+    worker_growth: float = 1.25  # a worker's memory still grows after it was measured
+    memory_share: float = 0.8  # of what is free; the rest is for the job's own peaks
+    shm_share: float = 0.5  # of the free /dev/shm: uneven batches and other ranks can double the estimate
+    files_share: float = 0.5  # of the file descriptors left
+    files_per_worker: int = 4  # two pipes and a sentinel in the training process
+    most_prefetch: int = 8  # deeper queues help no loader whose mean rate is too low
+
+
+DEFAULT = Limits()
