@@ -36,12 +36,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 def reference() -> str:
     """The help of every verb, as 80 columns show it."""
-    import importlib
-
     os.environ["COLUMNS"] = "80"
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
     for verb in command_line.VERBS:
-        importlib.import_module(f"fulltilt.cli.{verb.replace('-', '_')}").register(app)
+        command_line.add_verb(app, verb)
     group: Any = typer.main.get_command(app)
     pages = [
         "# Reference\n\nThe help of every verb, from the code. JSON: [schema](report.schema.json) of `report --json`.\n"

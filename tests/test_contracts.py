@@ -1,6 +1,5 @@
 """What others rely on: exported names, flags, exit codes, finding codes, import time, and the floors of the house."""
 
-import importlib
 import re
 import shutil
 import subprocess
@@ -148,7 +147,7 @@ FLAGS = {
 
 def flags_of(verb: str) -> set[str]:
     app = typer.Typer()
-    importlib.import_module(f"fulltilt.cli.{verb.replace('-', '_')}").register(app)
+    command.add_verb(app, verb)
     app.command("another")(lambda: None)  # a single command would be the app itself
     verb_command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
     options = [flag for parameter in verb_command.params for flag in (*parameter.opts, *parameter.secondary_opts)]

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import pytest
 import typer
 
-from fulltilt.cli.main import VERBS, main
+from fulltilt.cli.main import VERBS, add_verb, main
 from fulltilt.cli.train import command_of
 from fulltilt.recipes import find
 from fulltilt.records import FindingCode
@@ -36,7 +36,7 @@ PLACEHOLDER = re.compile(r"…|\[|\||\b[A-Z]{3,}\b")
 def command(verb: str) -> Any:
     """The parser of a verb, as `fulltilt VERB` has it."""
     own = typer.Typer(pretty_exceptions_enable=False)
-    importlib.import_module(f"fulltilt.cli.{verb.replace('-', '_')}").register(own)
+    add_verb(own, verb)
     own.command("another")(lambda: None)  # a single command would be the app itself
     return typer.main.get_command(own).commands[verb]  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fulltilt.cli.streams import StatusBar, given_to_script, wrapped
+from fulltilt.cli.streams import StatusBar, tell_of_flags, wrapped
 from fulltilt.report.console import NOTEBOOK_VARIABLES
 
 
@@ -23,8 +23,11 @@ from fulltilt.report.console import NOTEBOOK_VARIABLES
         ([], []),
     ],
 )
-def test_flags_behind_the_script_are_found(arguments: list[str], given: list[str]) -> None:
-    assert given_to_script(("--auto", "--deep"), arguments) == given
+def test_flags_behind_the_script_are_found(
+    arguments: list[str], given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell_of_flags("run", ("--auto", "--deep"), arguments)
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == given
 
 
 def test_the_script_gets_them_and_the_user_is_told(tmp_path: Path) -> None:

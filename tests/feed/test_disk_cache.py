@@ -456,11 +456,11 @@ def test_a_cache_folder_that_cannot_be_made_is_told(tmp_path):
 def command(*arguments):
     import typer
 
-    from fulltilt.cli import cache
+    from fulltilt.cli.main import add_verb
 
     app = typer.Typer()
     app.callback()(lambda: None)
-    cache.register(app)
+    add_verb(app, "cache")
     return CliRunner().invoke(app, ["cache", *arguments])
 
 

@@ -9,15 +9,13 @@ from typing import Annotated
 
 import typer
 
-from fulltilt.cli.streams import examples
 from fulltilt.errors import UsageError
 
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command(
-        "cache", epilog=examples("fulltilt cache", "fulltilt cache clear --name COD10K", "fulltilt cache list --json")
-    )(cache)
+EXAMPLES = (
+    "fulltilt cache",
+    "fulltilt cache clear --name COD10K",
+    "fulltilt cache list --json",
+)
 
 
 def cache(

@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fulltilt.cli.streams import examples
 from fulltilt.diagnosis.preflight import LoaderPlan, preflight
 from fulltilt.errors import UsageError
 from fulltilt.figures import clean
@@ -32,16 +31,11 @@ _GPU_READING_S = 0.5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command(
-        "check",
-        epilog=examples(
-            "fulltilt check",
-            "fulltilt check --data /data/images",
-            "fulltilt check --data /data --workers 8 --batch-bytes 38MB",
-        ),
-    )(check)
+EXAMPLES = (
+    "fulltilt check",
+    "fulltilt check --data /data/images",
+    "fulltilt check --data /data --workers 8 --batch-bytes 38MB",
+)
 
 
 def check(

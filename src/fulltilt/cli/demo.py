@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fulltilt import store
-from fulltilt.cli.streams import examples, wrapped
+from fulltilt.cli.streams import wrapped
 from fulltilt.figures import clean, number, percent, times
 from fulltilt.report.console import open_console
 
@@ -25,9 +25,10 @@ EPOCHS = 2
 TUNED_EPOCHS = 12
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("demo", epilog=examples("fulltilt demo", "fulltilt demo --out /tmp/demo"))(demo)
+EXAMPLES = (
+    "fulltilt demo",
+    "fulltilt demo --out /tmp/demo",
+)
 
 
 def demo(

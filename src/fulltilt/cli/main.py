@@ -29,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 
-# Each verb's file has `register(app)`. The order is the order of `fulltilt --help`.
+# The order is the order of `fulltilt --help`.
 VERBS = ("run", "report", "tune", "plan", "check", "watch", "train", "make-data", "cache", "demo")
 
 # What is not installed without an extra, by the name under which it is imported.
@@ -57,6 +57,14 @@ def _root(
     pass
 
 
+def add_verb(app: typer.Typer, verb: str) -> None:
+    """Add a verb: the function of its name in the file of its name, with the ``EXAMPLES`` and ``COMMAND`` there."""
+    name = verb.replace("-", "_")
+    module = importlib.import_module(f"fulltilt.cli.{name}")
+    more = getattr(module, "COMMAND", {})
+    app.command(verb, epilog=streams.examples(*module.EXAMPLES), **more)(getattr(module, name))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run one verb and exit with its code; without any, show the help."""
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
@@ -69,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
             )
         # One verb alone starts faster; help and wrong verbs need them all.
         for verb in arguments[:1] if arguments[0] in VERBS else VERBS:
-            importlib.import_module(f"fulltilt.cli.{verb.replace('-', '_')}").register(app)
+            add_verb(app, verb)
         code = app(args=arguments, prog_name="fulltilt", standalone_mode=False)
         sys.stdout.flush()
     except FulltiltError as error:

@@ -8,15 +8,10 @@ from typing import Annotated
 
 import typer
 
-from fulltilt.cli.streams import examples
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command(
-        "make-data",
-        epilog=examples("fulltilt make-data cod data/cod --size 200", "fulltilt make-data text data/text --seed 1"),
-    )(make_data)
+EXAMPLES = (
+    "fulltilt make-data cod data/cod --size 200",
+    "fulltilt make-data text data/text --seed 1",
+)
 
 
 def make_data(

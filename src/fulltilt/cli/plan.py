@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fulltilt import store
-from fulltilt.cli.streams import examples
 from fulltilt.diagnosis.forecast import forecast
 from fulltilt.errors import UsageError
 from fulltilt.figures import NOT_MEASURED, number, percent, seconds, size
@@ -34,18 +33,12 @@ from fulltilt.tuning.plan import (
 )
 from fulltilt.tuning.space import USABLE_VRAM
 
-
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command(
-        "plan",
-        epilog=examples(
-            "fulltilt plan runs/b8                   # one run",
-            "fulltilt plan runs/b8 runs/b16          # what grows with the batch",
-            "fulltilt plan runs/b8 --gpu 4090 --gpu A100",
-            "fulltilt plan out/cod --target iou=0.75",
-        ),
-    )(plan)
+EXAMPLES = (
+    "fulltilt plan runs/b8                   # one run",
+    "fulltilt plan runs/b8 runs/b16          # what grows with the batch",
+    "fulltilt plan runs/b8 --gpu 4090 --gpu A100",
+    "fulltilt plan out/cod --target iou=0.75",
+)
 
 
 def plan(

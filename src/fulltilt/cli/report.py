@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fulltilt import store
-from fulltilt.cli.streams import examples, tell
+from fulltilt.cli.streams import tell
 from fulltilt.diagnosis import answer
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.figures import clean
@@ -23,17 +23,12 @@ RUNS_FOLDER = Path("fulltilt-runs")
 COMPARISON_FILE = Path("fulltilt-report.html")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb to the command line."""
-    app.command(
-        "report",
-        epilog=examples(
-            "fulltilt report                         # the newest run",
-            "fulltilt report fulltilt-runs/*-train   # several, side by side",
-            "fulltilt report runs/a --json | jq .verdict.code",
-            "fulltilt report runs/a --html a.html",
-        ),
-    )(report)
+EXAMPLES = (
+    "fulltilt report                         # the newest run",
+    "fulltilt report fulltilt-runs/*-train   # several, side by side",
+    "fulltilt report runs/a --json | jq .verdict.code",
+    "fulltilt report runs/a --html a.html",
+)
 
 
 def report(

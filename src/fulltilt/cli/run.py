@@ -25,7 +25,7 @@ import typer
 
 from fulltilt import __version__, store
 from fulltilt.cli.job_process import JobProcess
-from fulltilt.cli.streams import USAGE_ERROR, StatusBar, complain, examples, given_to_script, hint, tell, tell_wrapped
+from fulltilt.cli.streams import JOB_BEHIND_IT, USAGE_ERROR, StatusBar, complain, tell, tell_of_flags, tell_wrapped
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.probes.cgroup import oom_kills
 from fulltilt.probes.gpu import Gpus
@@ -51,23 +51,17 @@ FATAL = frozenset(
 )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command(
-        "run",
-        context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
-        options_metavar="[OPTIONS] [--]",
-        epilog=examples(
-            "fulltilt run train.py --lr 0.1",
-            "fulltilt run -m package.train --lr 0.1",
-            "fulltilt run -- torchrun --nproc-per-node 2 train.py",
-            "fulltilt run -- accelerate launch train.py",
-            "fulltilt run -- /other/env/bin/python train.py",
-            "fulltilt run --auto train.py          # tune workers, prefetch, pinning live",
-            "fulltilt run --deep 50 train.py       # profile 50 steps with torch.profiler",
-            "fulltilt run --settings settings.json train.py",
-        ),
-    )(run)
+EXAMPLES = (
+    "fulltilt run train.py --lr 0.1",
+    "fulltilt run -m package.train --lr 0.1",
+    "fulltilt run -- torchrun --nproc-per-node 2 train.py",
+    "fulltilt run -- accelerate launch train.py",
+    "fulltilt run -- /other/env/bin/python train.py",
+    "fulltilt run --auto train.py          # tune workers, prefetch, pinning live",
+    "fulltilt run --deep 50 train.py       # profile 50 steps with torch.profiler",
+    "fulltilt run --settings settings.json train.py",
+)
+COMMAND = JOB_BEHIND_IT
 
 
 def run(
@@ -104,8 +98,7 @@ def run(
     name = job_name(arguments)
     task = launched_task(arguments, os.environ)
     folder = run_folder(out, name, task)
-    for flag in given_to_script(RARE_FLAGS, arguments):
-        tell(f"fulltilt: {hint('run', flag)}")
+    tell_of_flags("run", RARE_FLAGS, arguments)
     # The folder of a task is new and nobody else's.
     lock = store.OwnedFolder(folder).locked(f"another run is writing into {folder}")
     with contextlib.nullcontext() if task is not None else lock:
@@ -123,8 +116,8 @@ def run(
             task=task,
         )
         code = run_job(resolved, folder, record, gpus, settings, deep, live_variables(auto, exact))
-    for flag in given_to_script(OTHER_FLAGS, arguments) if code == USAGE_ERROR else ():
-        tell(f"fulltilt: {hint('run', flag)}")
+    if code == USAGE_ERROR:
+        tell_of_flags("run", OTHER_FLAGS, arguments)
     raise typer.Exit(code)
 
 

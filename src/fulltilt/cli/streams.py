@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # What argparse, click and others end with when they do not know a flag.
 USAGE_ERROR = 2
+# Of a verb that runs a job: what stands behind the first word of that is not for us.
+JOB_BEHIND_IT = {"context_settings": {"allow_interspersed_args": False}, "options_metavar": "[OPTIONS] [--]"}
 
 
 class _Heedless(io.FileIO):
@@ -92,15 +94,11 @@ def wrapped(line: str, columns: int) -> list[str]:
     return rows or [""]
 
 
-def given_to_script(flags: Collection[str], arguments: Sequence[str]) -> list[str]:
-    """Those of ``flags`` that stand behind the first of the job's arguments."""
+def tell_of_flags(verb: str, flags: Collection[str], arguments: Sequence[str]) -> None:
+    """Tell where those ``flags`` of a verb belong that stand behind the first of the job's arguments."""
     behind = {argument.partition("=")[0] for argument in arguments[1:]}
-    return [flag for flag in flags if flag in behind]
-
-
-def hint(verb: str, flag: str) -> str:
-    """Where a flag of ours belongs."""
-    return f"{flag} goes to the script; a flag of fulltilt {verb} stands before it"
+    for flag in (flag for flag in flags if flag in behind):
+        tell(f"fulltilt: {flag} goes to the script; a flag of fulltilt {verb} stands before it")
 
 
 class StatusBar:

@@ -18,19 +18,17 @@ from fulltilt.recipes import options as flagged
 from fulltilt.recipes.recipe import Recipe
 from fulltilt.train.stop import limits_count_from_here, signals_end_it
 
-EXAMPLES = examples(
+EXAMPLES = (
     "fulltilt train cod                            # on made data, here and now",
     "fulltilt train cod --data /data/COD10K-v3 --out out/cod",
     "fulltilt train carclip --data cars --gpus 2 --max-time 11h",
     "fulltilt train visobert --config config.yaml  # the same command resumes",
 )
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    # Which flags there are depends on the recipe: they are read by the recipe's own command, below.
-    context = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
-    app.command("train", context_settings=context, add_help_option=False)(train)
+# Which flags there are depends on the recipe: they are read by the recipe's own command, below.
+COMMAND = {
+    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+    "add_help_option": False,
+}
 
 
 def train(arguments: Annotated[list[str] | None, typer.Argument(metavar="NAME [OPTIONS]")] = None) -> None:
@@ -142,4 +140,4 @@ def _show_recipes() -> None:
     print("  Train one of four models. Its flags are in: fulltilt train NAME --help\n")
     for name, about in RECIPES.items():
         print(f"  {name:10} {about}")
-    print(f"\n{EXAMPLES.lstrip(chr(8))[1:]}")
+    print(f"\n{examples(*EXAMPLES).lstrip(chr(8))[1:]}")

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fulltilt import store
-from fulltilt.cli.streams import StatusBar, examples, given_to_script, hint
+from fulltilt.cli.streams import JOB_BEHIND_IT, StatusBar, tell, tell_of_flags
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
 from fulltilt.figures import duration_s, seconds
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
@@ -71,19 +71,13 @@ SETTINGS_FILE = "settings.json"
 DIFF_FILE = "change.diff"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command(
-        "tune",
-        context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
-        options_metavar="[OPTIONS] [--]",
-        epilog=examples(
-            "fulltilt tune train.py --lr 0.1",
-            "fulltilt tune --budget 5m --apply train.py   # write the winner into it",
-            "fulltilt tune --allow batch,precision train.py",
-            "fulltilt tune cod --data /data/COD10K-v3     # a recipe",
-        ),
-    )(tune)
+EXAMPLES = (
+    "fulltilt tune train.py --lr 0.1",
+    "fulltilt tune --budget 5m --apply train.py   # write the winner into it",
+    "fulltilt tune --allow batch,precision train.py",
+    "fulltilt tune cod --data /data/COD10K-v3     # a recipe",
+)
+COMMAND = JOB_BEHIND_IT
 
 
 def tune(
@@ -126,8 +120,7 @@ def tune(
     budget_s = seconds_of("--budget", budget)
     trial_limit_s = None if trial_limit is None else seconds_of("--trial-limit", trial_limit)
     allowed = parse_allow(allow)
-    for flag in given_to_script(OWN_FLAGS, arguments):
-        print(f"fulltilt: {hint('tune', flag)}", file=sys.stderr)
+    tell_of_flags("tune", OWN_FLAGS, arguments)
     isolation, reasons = choose(in_place)
     if isolation is None:
         raise MachineError(
@@ -238,7 +231,7 @@ def _like_ctrl_c(*_: Any) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"fulltilt: {text}", file=sys.stderr, flush=True)
+    tell(f"fulltilt: {text}")
 
 
 # --------------------------------------------------------------------------- how it ended

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from fulltilt.cli.streams import examples, tell
+from fulltilt.cli.streams import tell
 from fulltilt.errors import ForeignFiles, RunFolderError, UsageError
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.jobs import JobProbe
@@ -44,16 +44,11 @@ _QUIT = ("q", "Q")
 _SUSPEND = "\x1a"  # Ctrl-Z
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command(
-        "watch",
-        epilog=examples(
-            "fulltilt watch",
-            "fulltilt watch --once",
-            "fulltilt watch --interval 5 --out gpu.jsonl > /dev/null &",
-        ),
-    )(watch)
+EXAMPLES = (
+    "fulltilt watch",
+    "fulltilt watch --once",
+    "fulltilt watch --interval 5 --out gpu.jsonl > /dev/null &",
+)
 
 
 def watch(
