@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fulltilt.errors import UsageError
 from fulltilt.recorder.manual_recording import Recording
-from fulltilt.records import Sample, Settings
+from fulltilt.records import Settings
 
 try:
     from transformers import TrainerCallback
@@ -19,25 +18,14 @@ except ImportError as error:
 
 
 class FulltiltCallback(TrainerCallback):  # type: ignore[misc]
-    """Records from the start of training to its end; marks epochs, evaluations and checkpoints.
+    """Records from the start of training to its end; marks epochs, evaluations and checkpoints."""
 
-    ``on_sample`` is told, from another thread, what the machine does about once a second. ``asked`` are the settings
-    that the job was told, for a trainer whose arguments say something else.
-    """
-
-    def __init__(
-        self,
-        folder: str | Path = "fulltilt-runs/trainer",
-        on_sample: Callable[[Sample], None] | None = None,
-        asked: Settings | None = None,
-    ) -> None:
-        self.recording = Recording(folder, on_sample=on_sample)
-        self.asked = asked
-        self.interrupted = False  # for a callback that ends training early because it was told to
+    def __init__(self, folder: str | Path = "fulltilt-runs/trainer") -> None:
+        self.recording = Recording(folder)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Training starts."""
-        self.recording.start(self.asked or asked_of(args))
+        self.recording.start(asked_of(args))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """An epoch starts."""
@@ -45,11 +33,10 @@ class FulltiltCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A step has ended: the trainer evaluates and saves next, where it was told to."""
-        self._before_saving(control)
+        if control.should_save and not control.should_evaluate:
+            self.recording.mark_checkpoint(True)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """An epoch has ended: the trainer evaluates and saves next, where it was told to."""
-        self._before_saving(control)
+    on_epoch_end = on_step_end
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A step of an evaluation."""
@@ -68,11 +55,7 @@ class FulltiltCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Training has ended."""
         self.recording.mark_checkpoint(False)
-        self.recording.stop(interrupted=self.interrupted)
-
-    def _before_saving(self, control: Any) -> None:
-        if control.should_save and not control.should_evaluate:
-            self.recording.mark_checkpoint(True)
+        self.recording.stop()
 
 
 def asked_of(args: Any) -> Settings:
