@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -53,10 +54,7 @@ def check(
     """
     plan = LoaderPlan(workers, prefetch, None if batch_bytes is None else parse_bytes(batch_bytes))
     console = open_console()
-    if sys.stdout.isatty() and not json_:
-        with console.status("looking at the machine"):
-            machine, storage, sample = _look(data)
-    else:
+    with console.status("looking at the machine") if sys.stdout.isatty() and not json_ else contextlib.nullcontext():
         machine, storage, sample = _look(data)
     lines = preflight(machine, storage, sample, plan)
     if json_:

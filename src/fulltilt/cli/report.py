@@ -57,24 +57,15 @@ def report(
     elif not json_ and not no_page:
         unasked = _write_page(COMPARISON_FILE if len(shown) > 1 else folders[0] / store.REPORT_FILE, shown)
     if json_:
-        _print_json(shown)
+        answers = [to_plain(diagnosis, run) for run, diagnosis in shown]
+        # ASCII, so that it survives whatever encoding the reader's pipe has.
+        print(json.dumps(answers[0] if len(answers) == 1 else answers, indent=2, allow_nan=False))
     else:
-        _show(shown, width)
+        console = open_console()
+        console.width = width or console.width
+        terminal.show(console, shown)
     if unasked is not None:
         print(f"\npage: {clean(str(unasked))}")
-
-
-def _print_json(shown: Sequence[Reported]) -> None:
-    answers = [to_plain(diagnosis, run) for run, diagnosis in shown]
-    # ASCII, so that it survives whatever encoding the reader's pipe has.
-    print(json.dumps(answers[0] if len(answers) == 1 else answers, indent=2, allow_nan=False))
-
-
-def _show(shown: Sequence[Reported], width: int | None) -> None:
-    console = open_console()
-    if width is not None:
-        console.width = width
-    terminal.show(console, shown)
 
 
 def _write_page(path: Path, shown: Sequence[Reported]) -> Path | None:

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Literal
 
 import typer
@@ -115,7 +114,8 @@ def run(
             asked=asked,
             task=task,
         )
-        code = run_job(resolved, folder, record, gpus, settings, deep, live_variables(auto, exact))
+        live = {attach.ALSO: LIVE_TUNING, **({EXACT: "1"} if exact else {})} if auto else {}
+        code = run_job(resolved, folder, record, gpus, settings, deep, live)
     if code == USAGE_ERROR:
         tell_of_flags("run", OTHER_FLAGS, arguments)
     raise typer.Exit(code)
@@ -135,11 +135,6 @@ def run_folder(out: Path | None, name: str, task: Task | None = None) -> Path:
                 break
             out = out.with_name(f"{stem}-{number}")
     return store.create_folder(out)
-
-
-def live_variables(auto: bool, exact: bool) -> dict[str, str]:
-    """What the job's environment says of live tuning."""
-    return {**({attach.ALSO: LIVE_TUNING} if auto else {}), **({EXACT: "1"} if exact else {})}
 
 
 def run_job(
@@ -198,9 +193,7 @@ class Monitor:
             self._sampler.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
         with contextlib.suppress(Exception):
             self._sampler.stop()

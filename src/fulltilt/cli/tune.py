@@ -9,12 +9,11 @@ import re
 import shlex
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -197,8 +196,7 @@ def conduct(
         _say(progress_line(len(study.trials), trial, best_of(study.trials)))
 
     stopped = False
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _like_ctrl_c)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with study.folder.locked(f"another study runs in {folder}"):
             study.run(budget_s, trying, tried)
@@ -224,10 +222,6 @@ def conduct(
         return STOPPED_EARLY
     end_study(study.record, study.trials, folder, apply, stopped)
     return STOPPED_EARLY if stopped else 0
-
-
-def _like_ctrl_c(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _say(text: str) -> None:

@@ -70,12 +70,10 @@ def watch(
     with Gpus.open(all_devices=True) as gpus:
         readings = Readings(gpus, min(interval, _ONCE_S) if once else interval, writer)
         with readings, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end a monitor
-            if once:
-                _print_lines(readings, gpus, most=1)
-            elif sys.stdout.isatty() and not console.is_dumb_terminal:
+            if not once and sys.stdout.isatty() and not console.is_dumb_terminal:
                 _show_until_quit(readings, Screen(console, gpus, interval, None if out is None else str(out)))
             else:
-                _print_lines(readings, gpus, most=None)
+                _print_lines(readings, gpus, once)
 
 
 def _opened(out: Path) -> LineWriter:
@@ -121,15 +119,14 @@ class Readings:
         return sample
 
 
-def _print_lines(readings: Readings, gpus: Gpus, most: int | None) -> None:
+def _print_lines(readings: Readings, gpus: Gpus, once: bool) -> None:
     if gpus.why_none is not None:
         tell(f"fulltilt: no GPU: {gpus.why_none}; showing the host")
     readings.skip()
-    while most is None or most > 0:
-        sample = readings.take(wait=True)
-        if sample is not None:
-            print("\n".join(sample_lines(sample)), flush=True)
-            most = None if most is None else most - 1
+    while (sample := readings.take(wait=True)) is not None:
+        print("\n".join(sample_lines(sample)), flush=True)
+        if once:
+            return
 
 
 class Screen:
@@ -164,6 +161,8 @@ class Screen:
 
 
 def _show_until_quit(readings: Readings, screen: Screen) -> None:
+    # `kill`, too, ends us by way of the cleaning-up that restores the terminal.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     while _show_until_key(readings, screen) == _SUSPEND:
         os.kill(0, signal.SIGTSTP)  # stops the whole job, as the terminal itself would; `fg` lets us go on
 
@@ -171,7 +170,7 @@ def _show_until_quit(readings: Readings, screen: Screen) -> None:
 def _show_until_key(readings: Readings, screen: Screen) -> str:
     """Draw until a key ends it; returns that key. The terminal is then as it was."""
     live = Live(console=screen.console, screen=True, auto_refresh=False)
-    with _ended_by_sigterm(), _keyboard() as next_key, live:
+    with _keyboard() as next_key, live:
         drawn, key = None, ""
         while key not in (*_QUIT, _SUSPEND):
             while (sample := readings.take(wait=False)) is not None:
@@ -182,20 +181,6 @@ def _show_until_key(readings: Readings, screen: Screen) -> str:
                 live.update(screen.draw(), refresh=True)
             key = next_key(_KEY_WAIT_S)
         return key
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let `kill` end us by way of the cleaning-up that restores the terminal."""
-
-    def leave(number: int, _frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _no_key(wait_s: float) -> str:
