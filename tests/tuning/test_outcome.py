@@ -67,7 +67,7 @@ HINT = "tip: on CUDA out of memory errors lower --batch\nTraceback (most recent 
     ],
 )
 def test_the_state_of_a_trial(ended: Ended, answer: Answer | None, state: str, note: str | None) -> None:
-    trial = conclude(ATTEMPT, ended, answer, examples.run_of(), START)
+    trial = conclude(ATTEMPT, ended, answer or Answer(), examples.run_of(), START)
     assert trial.state == state
     assert (trial.note or "").startswith(note or "")
     assert (trial.note is None) == (note is None)
@@ -105,7 +105,7 @@ def test_workers_that_a_library_did_not_take_were_not_measured() -> None:
 
 
 def test_a_script_stopped_before_it_trained_did_not_crash() -> None:
-    trial = conclude(ATTEMPT, Ended(-9, "time", 60.0, ""), None, replace(examples.run_of(), spans=()), None)
+    trial = conclude(ATTEMPT, Ended(-9, "time", 60.0, ""), Answer(), replace(examples.run_of(), spans=()), None)
     assert trial.state == "timed_out"
     assert trial.note == (
         "stopped after 60 s: the script had not reached a training loop (no step of an optimizer was seen)"

@@ -27,7 +27,7 @@ from fulltilt.tuning.source_edit import fingerprint, source_file
 from fulltilt.tuning.space import Attempt, Space, best_of, changes_data_set, is_valid, rate, start_of, streams_alone
 from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
 from fulltilt.tuning.trial.outcome import conclude
-from fulltilt.tuning.trial.run_trial import SCRATCH, Limits, recipe_flags, run_trial
+from fulltilt.tuning.trial.run_trial import SCRATCH, recipe_flags, run_trial
 from fulltilt.tuning.trial.throughput import ANSWER_FILE, Answer, Assignment, Patience, TrainingLoader
 from fulltilt.tuning.verification import next_verification, pairs_to_keep
 
@@ -145,13 +145,13 @@ class Study:
             attempt = next_step(self.trials, self.space, left_s)
             if attempt is None:
                 return
-            limits = Limits(time_limit_s(self.trials, left_s, self._trial_limit_s), self._space.memory_bytes)
-            trial = self.measure(attempt, limits, partial(trying, attempt))
+            limit_s = time_limit_s(self.trials, left_s, self._trial_limit_s)
+            trial = self.measure(attempt, limit_s, partial(trying, attempt))
             self.trials.append(trial)
             self._writer.write([trial])
             tried(trial)
 
-    def measure(self, attempt: Attempt, limits: Limits, tick: Callable[[float], None] = lambda _: None) -> Trial:
+    def measure(self, attempt: Attempt, limit_s: float, tick: Callable[[float], None]) -> Trial:
         """Run one trial, which is not kept among the others yet."""
         name = f"trials/trial-{len(self.trials) + 1:03d}"
         while os.path.lexists(self.folder.path / name):
@@ -179,16 +179,16 @@ class Study:
             asked=attempt.settings,
         )
         command = [*self._command, *flags]
-        ended = run_trial(self._isolation, command, assignment, record, limits, self._gpus, self._caches, tick)
-        answer, run = None, None
+        limits = limit_s, self._space.memory_bytes
+        ended = run_trial(self._isolation, command, assignment, record, *limits, self._gpus, self._caches, tick)
+        answer, run = Answer(), None
         with contextlib.suppress(RunFolderError):  # it ended before it had one
             answer = store.read_record(folder / ANSWER_FILE, Answer)
         try:
             run = store.load(folder)
         except FulltiltError as error:
             print(f"fulltilt: {error}", file=sys.stderr)
-        start = next((trial for trial in self.trials if trial.purpose == "start" and trial.state == "ok"), None)
-        trial = conclude(attempt, ended, answer, run, start, assignment.loader)
+        trial = conclude(attempt, ended, answer, run, start_of(self.trials), assignment.loader)
         if attempt.purpose == "start" and run is not None and run.ranks:
             self.record = learned(self.record, run, answer, self._arguments)
             store.write_json(self.folder.path / STUDY_FILE, self.record)
@@ -221,7 +221,7 @@ def time_limit_s(trials: Sequence[Trial], left_s: float, asked_s: float | None) 
 # --------------------------------------------------------------------------- what the first trial told
 
 
-def learned(record: StudyRecord, run: Run, answer: Answer | None, arguments: Sequence[str]) -> StudyRecord:
+def learned(record: StudyRecord, run: Run, answer: Answer, arguments: Sequence[str]) -> StudyRecord:
     """The record with what the first trial tells about the job: its loader and its optimizer."""
     evidence = gather(run)
     source = _source_of(evidence.loader, arguments)
@@ -236,7 +236,7 @@ def learned(record: StudyRecord, run: Run, answer: Answer | None, arguments: Seq
         script_sha256=fingerprint(_script(arguments)),
         data_set_changes=changes_data_set(text),
         optimizer=next(iter(evidence.rank.optimizers), None),
-        learning_rate=answer.learning_rate if answer is not None else None,
+        learning_rate=answer.learning_rate,
     )
 
 

@@ -30,13 +30,12 @@ _EXCEPTION = re.compile(r"^((?:[A-Za-z_][\w.]*\.)?[A-Z_]\w*(?:Error|Exception|In
 _USAGE = re.compile(r"^(\S+: error: .*)$", re.MULTILINE)
 # A write that Landlock or a read-only mount refused, and its path.
 _REFUSED = re.compile(r"\[Errno (?:13|30)\] [^']*'([^']+)'")
-MOST_KEPT_LOSSES = 400
 
 
 def conclude(
     attempt: Attempt,
     ended: Ended,
-    answer: Answer | None,
+    answer: Answer,
     run: Run | None,
     start: Trial | None,
     studied: TrainingLoader | None = None,
@@ -45,14 +44,13 @@ def conclude(
 
     ``studied`` is the loader whose settings are tried.
     """
-    state, note = _state(attempt, ended, answer, run, start)
     evidence = gather(run) if run is not None else None
-    rate = rate_of(answer.blocks) if answer is not None else None
+    state, note = _state(attempt, ended, answer, evidence, start)
+    rate = rate_of(answer.blocks)
     forced = in_force(evidence, attempt.settings, studied)
     if state == "ok" and (lacking := _not_in_force(evidence, attempt.settings.num_workers, studied)):
         state, note = "not_measured", lacking
-    ranks = answer.world_size if answer is not None else 1
-    losses = answer.losses[:MOST_KEPT_LOSSES] if answer is not None else ()
+    ranks, losses = answer.world_size, answer.losses
     compared = compared_steps(start.losses if start is not None else losses, losses)
     samples = [sample.host for sample in run.samples] if run is not None else []
     gpus = evidence.gpus if evidence is not None else ()
@@ -64,14 +62,14 @@ def conclude(
         samples_per_s=rate.mean * ranks if rate else None,
         samples_per_s_low=rate.low * ranks if rate else None,
         samples_per_s_high=rate.high * ranks if rate else None,
-        steps=answer.steps if answer is not None else 0,
+        steps=answer.steps,
         vram_peak_bytes=max(vram, default=None),
         ram_peak_bytes=max((host.tree_pss_bytes for host in samples if host.tree_pss_bytes), default=None),
         loss=fmean(losses[compared.start : compared.stop]) if compared else None,
         note=note,
         purpose=attempt.purpose,
         in_force=forced,
-        data_wait_share=wait_share_of(answer.blocks) if answer is not None else None,
+        data_wait_share=wait_share_of(answer.blocks),
         compute_samples_per_s=evidence.ceilings.compute_samples_per_s if evidence is not None else None,
         vram_total_bytes=next((gpu.vram_total_bytes for gpu in gpus if gpu.vram_total_bytes), None),
         gpu_util_pct=sum(utils) / len(utils) if utils else None,
@@ -117,22 +115,23 @@ def _loader_of(evidence: Evidence, rank: RankRecord, studied: TrainingLoader | N
 
 
 def _state(
-    attempt: Attempt, ended: Ended, answer: Answer | None, run: Run | None, start: Trial | None
+    attempt: Attempt, ended: Ended, answer: Answer, evidence: Evidence | None, start: Trial | None
 ) -> tuple[State, str | None]:
+    run = evidence.run if evidence is not None else None
     if ended.stopped_for == "time":
         return "timed_out", f"stopped after {ended.wall_s:.0f} s{_not_reached(run)}"
     if ended.stopped_for == "memory":
         return "oom", "used more memory than there is for a trial"
-    failed = ended.status not in (0, None) and (answer is None or not answer.complete)
-    if (failed and _ran_out_of_memory(ended.tail)) or (answer is not None and answer.out_of_memory):
+    failed = ended.status != 0 and not answer.complete
+    if (failed and _ran_out_of_memory(ended.tail)) or answer.out_of_memory:
         return "oom", last_exception(ended.tail)
     if failed and ended.status == -signal.SIGKILL:
         return "oom", "killed by the system, which does so when memory runs out"
     if failed:
         refused = _refused_write(ended)
         return "crashed", refused or last_exception(ended.tail) or _how_it_ended(ended.status, ended.tail)
-    if answer is None or not any(block.samples for block in answer.blocks):
-        return "not_measured", _nothing_measured(answer, run)
+    if not any(block.samples for block in answer.blocks):
+        return "not_measured", _nothing_measured(answer.steps, run)
     not_finite = None
     if answer.not_finite_at is not None:
         not_finite = f"the loss of step {answer.not_finite_at + 1} is not a finite number"
@@ -143,8 +142,7 @@ def _state(
     if start is not None and (worse := worse_by(start.losses, answer.losses)) is not None:
         return "diverged", worse
     # The GPU's figures are not its own while it is slowed down.
-    throttled = None if run is None else gather(run).invalid_because
-    if throttled is not None:
+    if evidence is not None and (throttled := evidence.invalid_because) is not None:
         return "throttled", throttled
     return "ok", "; ".join((*([not_finite] if not_finite else ()), *answer.remarks)) or None
 
@@ -168,8 +166,7 @@ def _is_a_loader(loader: LoaderRecord) -> bool:
     return loader.made_by != "script" and beside_training(loader, 1) is None
 
 
-def _nothing_measured(answer: Answer | None, run: Run | None) -> str:
-    steps = answer.steps if answer is not None else 0
+def _nothing_measured(steps: int, run: Run | None) -> str:
     if not steps:
         return "the script ended without a step of an optimizer"
     ranks = run.ranks if run is not None else ()
@@ -189,8 +186,8 @@ def last_exception(tail: str) -> str | None:
     return None if not found else found[-1].strip()[:200]
 
 
-def _how_it_ended(status: int | None, tail: str) -> str:
-    if status is not None and status < 0:
+def _how_it_ended(status: int, tail: str) -> str:
+    if status < 0:
         return f"ended by {signal.Signals(-status).name}"
     # Below an error of ours stands, indented, what to do about it.
     lines = [line for line in tail.split("\n") if line.strip()]

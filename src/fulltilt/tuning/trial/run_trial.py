@@ -32,14 +32,6 @@ SCRATCH = "{scratch}"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a trial may use. ``memory_bytes`` counts its whole process tree."""
-
-    time_s: float
-    memory_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Ended:
     """How a trial's process ended: its exit status, minus its signal. ``tail`` is the end of its output."""
 
@@ -55,14 +47,16 @@ def run_trial(
     command: list[str],
     assignment: Assignment,
     record: RunRecord,
-    limits: Limits,
+    time_limit_s: float,
+    memory_limit_bytes: int | None,
     gpus: Gpus,
     caches: Path,
     tick: Callable[[float], None] = lambda _: None,
 ) -> Ended:
     """Run one trial in its folder, which is then a run folder like any other. Ctrl-C ends the trial and is raised.
 
-    ``caches`` is a folder for what torch compiles, which all trials of a study share.
+    The memory limit is for its whole process tree. ``caches`` is a folder for what torch compiles, which all trials of
+    a study share.
     """
     folder = store.create_folder(Path(assignment.folder))
     store.write_json(folder / store.RUN_FILE, record)
@@ -92,10 +86,10 @@ def run_trial(
                     if answered_at is not None:
                         if wall_s - answered_at > LAST_WORDS_S:
                             _kill(process)
-                    elif limits.memory_bytes is not None and held_bytes > limits.memory_bytes:
+                    elif memory_limit_bytes is not None and held_bytes > memory_limit_bytes:
                         stopped_for = "memory"
                         _kill(process)
-                    elif wall_s > limits.time_s:
+                    elif wall_s > time_limit_s:
                         stopped_for = "time"
                         _kill(process)
         finally:
@@ -162,13 +156,9 @@ def _has_answered(folder: Path) -> bool:
 
 
 def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def recipe_flags(settings: Settings) -> list[str]:

@@ -86,11 +86,11 @@ class Answer:
     ``learning_rate`` is the one that the optimizer was made with: a schedule may have begun below it.
     """
 
-    blocks: tuple[Block, ...]
-    steps: int
-    losses: tuple[float, ...]
-    world_size: int
-    complete: bool
+    blocks: tuple[Block, ...] = ()
+    steps: int = 0
+    losses: tuple[float, ...] = ()
+    world_size: int = 1
+    complete: bool = False
     not_finite_at: int | None = None
     learning_rate: float | None = None
     out_of_memory: int = 0
