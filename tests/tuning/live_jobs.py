@@ -17,7 +17,7 @@ from fulltilt.recorder.session import Session
 from fulltilt.store import create_folder
 from fulltilt.tuning.live import Live
 from fulltilt.tuning.live.batch_check import BatchCheck
-from fulltilt.tuning.live.controller import Capacity, Settle, Try
+from fulltilt.tuning.live.controller import Capacity, Settle
 from fulltilt.tuning.live.limits import Limits
 from fulltilt.tuning.live.measurement import Knobs
 
@@ -52,8 +52,8 @@ class Tuning:
         self.session = Session(torch, create_folder(folder), time.perf_counter_ns())
         self.live = Live(self.session, limits, exact)
 
-    def decide(self, *_: Any) -> Try | Settle:
-        return Try(self.script.pop(0), (0.0, 1.0)) if self.script else Settle("the script is over")
+    def decide(self, *_: Any) -> Knobs | Settle:
+        return self.script.pop(0) if self.script else Settle("the script is over")
 
     def pays(self, *_: Any) -> bool:
         return self.keeps.pop(0) if self.keeps else True

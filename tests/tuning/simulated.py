@@ -73,7 +73,6 @@ class Job:
             samples_per_s=rate,
             samples_per_s_low=rate * (1 - max(2 * self.noise, 0.02)),
             samples_per_s_high=rate * (1 + max(2 * self.noise, 0.02)),
-            steps=200,
             vram_peak_bytes=int(vram),
             vram_total_bytes=int(self.vram_total),
             ram_peak_bytes=int((2 + 0.5 * (now.num_workers or 0)) * GIB),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fulltilt.tuning.live.controller import Capacity, Settle, Try, decide, most_workers, pays
+from fulltilt.tuning.live.controller import Capacity, Settle, decide, most_workers, pays
 from fulltilt.tuning.live.limits import DEFAULT
 from fulltilt.tuning.live.measurement import Arrival, Knobs, Seen, Window, summarize
 
@@ -29,13 +29,12 @@ def simulate(
     in_force, moves = Knobs(start), []
     seen = (see(in_force),)
     while not isinstance(move := decide(seen, capacity), Settle):
-        moves.append(move.knobs)
-        assert move.expected[0] <= move.expected[1]
-        assert 1 <= move.knobs.workers <= most_workers(capacity, move.knobs.prefetch)[0]
-        tried = see(move.knobs)
+        moves.append(move)
+        assert 1 <= move.workers <= most_workers(capacity, move.prefetch)[0]
+        tried = see(move)
         before = next(one for one in reversed(seen) if one.knobs == in_force)
         seen = (*seen, tried)
-        in_force = move.knobs if pays(before, tried) else in_force
+        in_force = move if pays(before, tried) else in_force
     assert len(moves) <= DEFAULT.most_moves
     return in_force.workers, moves
 
@@ -75,8 +74,8 @@ def test_what_failed_is_not_tried_again_and_room_is_kept() -> None:
     seen = Seen(Knobs(0), 1.0, 0.05, 0.9, 0.1)
     failed: tuple[Knobs, ...] = ()
     while not isinstance(move := decide((seen,), Capacity(4), failed), Settle):
-        assert move.knobs not in failed
-        failed = (*failed, move.knobs)
+        assert move not in failed
+        failed = (*failed, move)
     assert 1 <= len(failed) <= 4
 
 
@@ -92,7 +91,7 @@ def test_a_start_that_was_looked_at_twice_leads_to_workers_too() -> None:
     seen = (Seen(Knobs(0), 5.0, 0.05, 0.8, 0.04), Seen(Knobs(0), 5.2, 0.05, 0.8, 0.04))
     move = decide(seen, Capacity(16))
     assert not isinstance(move, Settle)
-    assert move.knobs.workers > 1
+    assert move.workers > 1
 
 
 def test_no_number_of_workers_is_tried_that_cannot_beat_having_none() -> None:
@@ -104,9 +103,7 @@ def test_no_number_of_workers_is_tried_that_cannot_beat_having_none() -> None:
 def test_a_deeper_queue_is_tried_once_where_workers_end() -> None:
     rates = {0: 0.6, 8: 5.0, 12: 7.5, 16: 10.0, 18: 9.5}
     seen = tuple(Seen(Knobs(workers), rate, 0.02, 1 - rate / 15, 1 / 15) for workers, rate in rates.items())
-    move = decide(seen, Capacity(16))
-    assert isinstance(move, Try)
-    assert move.knobs == Knobs(16, 4)
+    assert decide(seen, Capacity(16)) == Knobs(16, 4)
     tried = (*seen, Seen(Knobs(16, 4), 9.9, 0.02, 0.3, 1 / 15))
     assert isinstance(decide(tried, Capacity(16)), Settle)
 

@@ -78,11 +78,11 @@ def live(loader: Loader, start: int, noise: float, seed: int) -> tuple[float, fl
     seen = (see(in_force),)
     after_a_minute = in_force
     while not isinstance(move := decide(seen, Capacity(loader.cpus)), Settle):
-        tried = see(move.knobs)
-        lost_s += SERVING_S * max(1 - loader.rate(move.knobs.workers) / loader.rate(in_force.workers), 0.0)
+        tried = see(move)
+        lost_s += SERVING_S * max(1 - loader.rate(move.workers) / loader.rate(in_force.workers), 0.0)
         before = next(one for one in reversed(seen) if one.knobs == in_force)
         seen, now_s = (*seen, tried), now_s + MOVE_S
-        in_force = move.knobs if pays(before, tried) else in_force
+        in_force = move if pays(before, tried) else in_force
         after_a_minute = in_force if now_s <= MINUTE_S else after_a_minute
     return loader.rate(after_a_minute.workers) / loader.best, lost_s / FIVE_MINUTES_S
 

@@ -275,14 +275,13 @@ class Settings:
 class LiveMove:
     """Settings that live tuning tried while the job trained, and what came of it.
 
-    ``expected`` is the range predicted for ``batches_per_s`` before the try. ``began_s`` is a moment of the run, and
-    ``batch`` how many batches the loader had given by then: in a job of several ranks the same on all of them.
+    ``began_s`` is a moment of the run, and ``batch`` how many batches the loader had given by then: in a job of several
+    ranks the same on all of them.
     """
 
     settings: Settings
     began_s: float
     outcome: Literal["trying", "kept", "returned", "failed"] = "trying"
-    expected: tuple[float, float] | None = None
     batches_per_s: float | None = None
     wait_share: float | None = None
     why: str | None = None
@@ -326,15 +325,12 @@ class Trial:
     samples_per_s: float | None = None
     samples_per_s_low: float | None = None
     samples_per_s_high: float | None = None
-    steps: int = 0
     vram_peak_bytes: int | None = None
     ram_peak_bytes: int | None = None
-    loss: float | None = None
     note: str | None = None
     purpose: Literal["start", "search", "verify"] = "search"
     in_force: Settings = field(default_factory=Settings)
     data_wait_share: float | None = None
-    compute_samples_per_s: float | None = None
     vram_total_bytes: int | None = None
     gpu_util_pct: float | None = None
     cpu_pct: float | None = None

@@ -19,14 +19,6 @@ from fulltilt.tuning.search import Bracket
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
-    """Start a pool with these settings. ``expected`` is the range of batches a second that it should give."""
-
-    knobs: Knobs
-    expected: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
 class Settle:
     """Stay with what is in force; ``why`` is for the user."""
 
@@ -35,8 +27,8 @@ class Settle:
 
 def decide(
     seen: tuple[Seen, ...], capacity: Capacity, failed: tuple[Knobs, ...] = (), limits: Limits = DEFAULT
-) -> Try | Settle:
-    """The next move, after a few of them Settle. ``seen`` has the start first; ``failed`` are settings that broke."""
+) -> Knobs | Settle:
+    """What to try next, after a few tries Settle. ``seen`` has the start first; ``failed`` are settings that broke."""
     best = best_of(seen)
     if best.wait_share <= limits.enough_wait_share:
         return Settle("the loader is no longer the limit")
@@ -48,14 +40,13 @@ def decide(
     bracket = _bracket(seen, failed, most, ceiling)
     workers = _next_workers(seen[0], len(seen) + len(failed), bracket, limits)
     if workers is not None:
-        knobs = Knobs(workers, best.knobs.prefetch, best.knobs.pin or capacity.can_pin)
-        return Try(knobs, (min(best.batches_per_s, bracket.hope(workers)), bracket.hope(workers)))
+        return Knobs(workers, best.knobs.prefetch, best.knobs.pin or capacity.can_pin)
     # Uneven batches empty a short queue now and then although the workers could keep up on average.
     deeper = best.knobs._replace(prefetch=min(2 * best.knobs.prefetch, limits.most_prefetch))
     known = {one.knobs[:2] for one in seen} | {other[:2] for other in failed}
     once = best.knobs.prefetch == seen[0].knobs.prefetch and deeper[:2] not in known
     if once and 0 < deeper.workers <= most_workers(capacity, deeper.prefetch, limits)[0]:
-        return Try(deeper, (best.batches_per_s, ceiling))
+        return deeper
     limit = f"; there is room for {most} workers ({what})" if best.knobs.workers >= most else ""
     return Settle(f"no other setting promises more{limit}")
 

@@ -72,9 +72,7 @@ class StreamTuner:
             elif not _comes_out_the_same(loader, iterate):
                 self._settle("left_alone", COMES_OUT_DIFFERENT, 0)
             else:
-                # One worker hides the shorter of making batches and training on them.
-                hoped = (rate, rate / max(wait, 1 - wait))
-                move = LiveMove(Settings(num_workers=1), self._live.now_s(), expected=hoped)
+                move = LiveMove(Settings(num_workers=1), self._live.now_s())
                 self.record = replace(self.record, state="trying", why="trying 1 worker", moves=(move,))
                 self._workers = self.tap.serving_workers = 1
         else:

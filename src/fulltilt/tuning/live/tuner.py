@@ -11,7 +11,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,7 @@ from fulltilt.errors import FulltiltError
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import BatchCheck, short
-from fulltilt.tuning.live.controller import Capacity, Settle, Try, best_of, decide, pays
+from fulltilt.tuning.live.controller import Capacity, Settle, best_of, decide, pays
 from fulltilt.tuning.live.measurement import LOOK_EVERY_S, Arrival, Knobs, Seen, Window, words
 from fulltilt.tuning.live.ranks import Report
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
@@ -37,13 +37,13 @@ from fulltilt.tuning.live.worker_pool import (
     shuffler_of,
     starts_slowly,
 )
+from fulltilt.tuning.space import LOADER_SETTINGS
 
 if TYPE_CHECKING:
     from fulltilt.tuning.live import Live
 
 # Far from the seeds that torch gives the workers of one pool, one after the other.
 SEED_STEP = 0x9E3779B97F4A7C15
-OF_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 RANDOM_DRAWS = "the data set draws random numbers: in other workers they are others of the same distribution"
 LATER_SHUFFLES = ", and so are the shuffles of later epochs, which torch draws from the same generator"
 WATCHED = "not enough was seen yet"
@@ -78,7 +78,7 @@ class LoaderTuner:
         self._window = Window(live.limits)
         self._seen: tuple[Seen, ...] = ()
         self._failed: tuple[Knobs, ...] = ()
-        self._wanted = Try(self.user, (0.0, 0.0))
+        self._wanted = self.user
         self._check: BatchCheck | None = None
         self._left_alone = self._is_known = self._is_checked = self._is_trying = False
         self._reported, self._batches_per_s, self._key = 0, 0.0, ""
@@ -165,7 +165,7 @@ class LoaderTuner:
         """A pool with the settings in force; a trial goes on in the next pass."""
         if not self._is_trying:
             return self._make(source, self.in_force)
-        pool = self._make(source, self._wanted.knobs)
+        pool = self._make(source, self._wanted)
         pool.on_trial = True
         return pool
 
@@ -288,16 +288,12 @@ class LoaderTuner:
                 self.record = replace(self.record, note=RANDOM_DRAWS + (LATER_SHUFFLES if shuffles_too else ""))
             self._try(source)
         elif agreed.seen is not None:
-            self._judge(source, agreed.seen, agreed.capacity)
-
-    def _judge(self, source: SwitchingIterator, seen: Seen, capacity: Capacity) -> None:
-        """A window is full: keep or take back what was tried, and decide what comes next."""
-        if self._is_trying:
-            self._end_trial(source, seen)
-        else:
-            self._saw(seen)
-        self._seen = (*self._seen, seen)
-        self._decide(source, capacity)
+            if self._is_trying:
+                self._end_trial(source, agreed.seen)
+            else:
+                self._saw(agreed.seen)
+            self._seen = (*self._seen, agreed.seen)
+            self._decide(source, agreed.capacity)
 
     def _decide(self, source: SwitchingIterator, capacity: Capacity) -> None:
         move = decide(self._seen, capacity, self._failed, self._limits)
@@ -314,8 +310,8 @@ class LoaderTuner:
 
     def _try(self, source: SwitchingIterator) -> None:
         """Let a pool with the wanted settings go on behind what is under way."""
-        knobs = self._wanted.knobs
-        move = LiveMove(self._settings(knobs), self._live.now_s(), expected=self._wanted.expected, batch=self.drawn)
+        knobs = self._wanted
+        move = LiveMove(self._settings(knobs), self._live.now_s(), batch=self.drawn)
         self._note("trying", f"trying {words(knobs)}", moves=(*self.record.moves, move))
         self.phase, self._is_trying = Phase.TRYING, True
         self._window.begin(knobs, knobs.workers * knobs.prefetch, self._to_beat.batches_per_s)
@@ -376,7 +372,7 @@ class LoaderTuner:
     def _trial_failed(self, source: SwitchingIterator, why: str) -> None:
         """Back to the settings in force. Here the pool has been replaced already where it is this rank's that broke."""
         self._is_trying = False
-        self._failed = (*self._failed, self._wanted.knobs)
+        self._failed = (*self._failed, self._wanted)
         self._end_move("failed", None, why)
         self._note("watching", why)
         self._note_in_force()
@@ -422,9 +418,9 @@ class LoaderTuner:
         )
 
     def _note_in_force(self) -> None:
-        settings = asdict(self._settings(self.in_force))
-        self.tap.in_force = {name: settings[name] for name in OF_LOADER}
-        self.tap.in_force["persistent_workers"] = bool(settings["persistent_workers"])
+        settings = self._settings(self.in_force)
+        self.tap.in_force = {name: getattr(settings, name) for name in LOADER_SETTINGS}
+        self.tap.in_force["persistent_workers"] = bool(settings.persistent_workers)
         self.tap.serving_workers = self.in_force.workers
 
     def _note(self, state: str, why: str, **more: Any) -> None:

@@ -50,8 +50,6 @@ def conclude(
     forced = in_force(evidence, attempt.settings, studied)
     if state == "ok" and (lacking := _not_in_force(evidence, attempt.settings.num_workers, studied)):
         state, note = "not_measured", lacking
-    ranks, losses = answer.world_size, answer.losses
-    compared = compared_steps(start.losses if start is not None else losses, losses)
     samples = [sample.host for sample in run.samples] if run is not None else []
     gpus = evidence.gpus if evidence is not None else ()
     vram = [rank.vram_peak_bytes for rank in run.ranks if rank.vram_peak_bytes is not None] if run is not None else []
@@ -59,23 +57,20 @@ def conclude(
     return Trial(
         settings=attempt.settings,
         state=state,
-        samples_per_s=rate.mean * ranks if rate else None,
-        samples_per_s_low=rate.low * ranks if rate else None,
-        samples_per_s_high=rate.high * ranks if rate else None,
-        steps=answer.steps,
+        samples_per_s=rate.mean * answer.world_size if rate else None,
+        samples_per_s_low=rate.low * answer.world_size if rate else None,
+        samples_per_s_high=rate.high * answer.world_size if rate else None,
         vram_peak_bytes=max(vram, default=None),
         ram_peak_bytes=max((host.tree_pss_bytes for host in samples if host.tree_pss_bytes), default=None),
-        loss=fmean(losses[compared.start : compared.stop]) if compared else None,
         note=note,
         purpose=attempt.purpose,
         in_force=forced,
         data_wait_share=wait_share_of(answer.blocks),
-        compute_samples_per_s=evidence.ceilings.compute_samples_per_s if evidence is not None else None,
         vram_total_bytes=next((gpu.vram_total_bytes for gpu in gpus if gpu.vram_total_bytes), None),
         gpu_util_pct=sum(utils) / len(utils) if utils else None,
         cpu_pct=evidence.host.tree_cpu_pct if evidence is not None else None,
         wall_s=ended.wall_s,
-        losses=losses,
+        losses=answer.losses,
     )
 
 
@@ -205,20 +200,17 @@ TOLERATED = 0.05
 SURE_ERRORS = 4.0
 
 
-def compared_steps(start: Sequence[float], other: Sequence[float]) -> range | None:
-    """The steps whose losses are compared: the later half of those that both made; None when they are too few."""
-    common = min(len(start), len(other))
-    return range(common // 2, common) if common >= LEAST_STEPS else None
-
-
 def worse_by(start: Sequence[float], other: Sequence[float]) -> str | None:
-    """In words, how much worse ``other`` trains than ``start``; None where it is not clearly beyond the noise."""
-    steps = compared_steps(start, other)
-    if steps is None:
+    """In words, how much worse ``other`` trains than ``start``; None where it is not clearly beyond the noise.
+
+    The later half of the steps that both made is compared.
+    """
+    common = min(len(start), len(other))
+    if common < LEAST_STEPS:
         return None
-    ours, theirs = start[steps.start : steps.stop], other[steps.start : steps.stop]
+    ours, theirs = start[common // 2 : common], other[common // 2 : common]
     before, after = fmean(ours), fmean(theirs)
-    error = math.sqrt((pvariance(ours) + pvariance(theirs)) / len(steps))
+    error = math.sqrt((pvariance(ours) + pvariance(theirs)) / len(ours))
     if after - before <= max(SURE_ERRORS * error, TOLERATED * abs(before)):
         return None
-    return f"mean loss of steps {steps.start + 1} to {steps.stop}: {after:.4g}, at the start settings {before:.4g}"
+    return f"mean loss of steps {common // 2 + 1} to {common}: {after:.4g}, at the start settings {before:.4g}"
