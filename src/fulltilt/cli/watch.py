@@ -65,11 +65,11 @@ def watch(
     if not 0.1 <= interval <= 3600:
         raise UsageError(f"--interval {interval:g} is not between 0.1 and 3600 seconds")
     # Before the screen opens, so that a complaint stays readable.
-    writer = None if out is None else _opened(out)
+    readings = Readings(None if out is None else _opened(out))
     console = open_console(follows_window=True)
-    with Gpus.open(all_devices=True) as gpus:
-        readings = Readings(gpus, min(interval, _ONCE_S) if once else interval, writer)
-        with readings, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end a monitor
+    with contextlib.closing(readings), Gpus.open(all_devices=True) as gpus:
+        sampler = Sampler(readings.arrived.put, gpus=gpus, interval_s=min(interval, _ONCE_S) if once else interval)
+        with sampler, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end a monitor
             if not once and sys.stdout.isatty() and not console.is_dumb_terminal:
                 _show_until_quit(readings, Screen(console, gpus, interval, None if out is None else str(out)))
             else:
@@ -88,30 +88,21 @@ def _opened(out: Path) -> LineWriter:
 
 
 class Readings:
-    """Samples as they are taken in a thread of their own, written down on request."""
+    """Samples as a sampler's thread takes them, written down on request."""
 
-    def __init__(self, gpus: Gpus, interval_s: float, writer: LineWriter | None) -> None:
-        self._arrived: queue.SimpleQueue[Sample] = queue.SimpleQueue()
-        self._sampler = Sampler(self._arrived.put, gpus=gpus, interval_s=interval_s)
+    def __init__(self, writer: LineWriter | None) -> None:
+        self.arrived: queue.SimpleQueue[Sample] = queue.SimpleQueue()
         self._writer = writer
 
-    def __enter__(self) -> Readings:
-        self._sampler.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._sampler.stop()
+    def close(self) -> None:
+        """No more samples come."""
         if self._writer is not None:
             self._writer.close()
-
-    def skip(self) -> None:
-        """Wait for the next sample and leave it out: the first has no rates yet."""
-        self._arrived.get()
 
     def take(self, wait: bool) -> Sample | None:
         """The next sample, written down; None if there is none and ``wait`` is false. Raises RunFolderError."""
         try:
-            sample = self._arrived.get(block=wait)
+            sample = self.arrived.get(block=wait)
         except queue.Empty:
             return None
         if self._writer is not None:
@@ -122,7 +113,7 @@ class Readings:
 def _print_lines(readings: Readings, gpus: Gpus, once: bool) -> None:
     if gpus.why_none is not None:
         tell(f"fulltilt: no GPU: {gpus.why_none}; showing the host")
-    readings.skip()
+    readings.arrived.get()  # the first has no rates yet
     while (sample := readings.take(wait=True)) is not None:
         print("\n".join(sample_lines(sample)), flush=True)
         if once:

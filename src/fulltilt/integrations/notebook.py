@@ -6,24 +6,17 @@ Commands run as ``!fulltilt run train.py``.
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fulltilt import store
 from fulltilt.errors import UsageError
 from fulltilt.recorder.manual_recording import Recording, show_report
 
 RUNS = Path("fulltilt-runs")
-
-
-class _Arguments(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """A mistake in a magic's line is told without ending the kernel."""
-        raise UsageError(f"%%fulltilt: {message}", "%%fulltilt [--out DIR] on top of a cell, or %fulltilt [RUN].")
 
 
 def register(shell: Any) -> None:
@@ -39,11 +32,14 @@ def register(shell: Any) -> None:
 
 
 def _record(shell: Any, line: str, cell: str) -> None:
-    flags = _Arguments(add_help=False)
-    flags.add_argument("--out", type=Path, default=None)
-    out = flags.parse_args(shlex.split(line)).out
-    if out is None:
-        out = RUNS / f"{datetime.now():%Y%m%d-%H%M%S}-cell-{re.sub('[^0-9]', '', str(shell.execution_count))}"
+    match shlex.split(line.replace("--out=", "--out ")):
+        case []:
+            cell_number = re.sub("[^0-9]", "", str(shell.execution_count))
+            out = RUNS / f"{datetime.now():%Y%m%d-%H%M%S}-cell-{cell_number}"
+        case ["--out", folder]:
+            out = Path(folder)
+        case _:
+            raise UsageError(f"%%fulltilt takes --out DIR, not {line}", "%fulltilt RUN, without a cell, shows a run.")
     recording = Recording(out, name="notebook").start()
     # As a cell of its own: its lines are named, and what goes wrong in it is shown, as if the magic were not there.
     result = shell.run_cell(cell)

@@ -313,41 +313,26 @@ def _loader_memory(run: Run, rank: RankRecord, samples_per_s: float | None) -> t
 
 # --------------------------------------------------------------------------- other GPUs
 
-# Memory as the driver offers it: the GDDR6 of servers gives a sixteenth to error correction, unless one turns it off.
-GPU_GIB = {
-    "Tesla P100": 16,
-    "Tesla V100": 16,
-    "Tesla V100 32GB": 32,
-    "Tesla T4": 15,
-    "RTX 2080 Ti": 11,
-    "RTX 3060": 12,
-    "RTX 3070": 8,
-    "RTX 3080": 10,
-    "RTX 3090": 24,
-    "RTX 4060": 8,
-    "RTX 4070": 12,
-    "RTX 4070 Ti": 12,
-    "RTX 4080": 16,
-    "RTX 4090": 24,
-    "RTX 5070 Ti": 16,
-    "RTX 5080": 16,
-    "RTX 5090": 32,
-    "RTX A6000": 48,
-    "RTX 6000 Ada": 48,
-    "A10": 22.5,
-    "A10G": 22.5,
-    "A40": 45,
-    "A100 40GB": 40,
-    "A100 80GB": 80,
-    "L4": 22.5,
-    "L40S": 45,
-    "H100 PCIe": 80,
-    "H100": 80,
-    "H100 NVL": 94,
-    "H200": 140,
-    "H200 NVL": 140,
-    "B200": 180,
+# By GiB, as the driver offers them: a sixteenth of a server's GDDR6 goes to error correction, unless that is off.
+_GPUS: dict[float, tuple[str, ...]] = {
+    8: ("RTX 3070", "RTX 4060"),
+    10: ("RTX 3080",),
+    11: ("RTX 2080 Ti",),
+    12: ("RTX 3060", "RTX 4070", "RTX 4070 Ti"),
+    15: ("Tesla T4",),
+    16: ("Tesla P100", "Tesla V100", "RTX 4080", "RTX 5070 Ti", "RTX 5080"),
+    22.5: ("A10", "A10G", "L4"),
+    24: ("RTX 3090", "RTX 4090"),
+    32: ("Tesla V100 32GB", "RTX 5090"),
+    40: ("A100 40GB",),
+    45: ("A40", "L40S"),
+    48: ("RTX A6000", "RTX 6000 Ada"),
+    80: ("A100 80GB", "H100 PCIe", "H100"),
+    94: ("H100 NVL",),
+    140: ("H200", "H200 NVL"),
+    180: ("B200",),
 }
+GPU_GIB = {name: gib for gib, names in _GPUS.items() for name in names}
 # Words that say only whose product it is, or how it is plugged in.
 _NOT_THE_MODEL = frozenset({"nvidia", "geforce", "rtx", "tesla", "sxm2", "sxm3", "sxm4", "sxm5", "hbm3"})
 

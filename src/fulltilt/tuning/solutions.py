@@ -126,8 +126,7 @@ def by_hand(settings: Settings) -> tuple[str, ...]:
     if settings.precision == "tf32":
         lines.append('Before the model is built: torch.set_float32_matmul_precision("high")')
     elif settings.precision is not None:
-        dtype = {"bf16": "bfloat16"}[settings.precision]
-        lines.append(f'Around forward and loss: with torch.autocast("cuda", dtype=torch.{dtype}):')
+        lines.append('Around forward and loss: with torch.autocast("cuda", dtype=torch.bfloat16):')
     if settings.compile:
         lines.append("Before training: model.compile()")
     return tuple(lines)

@@ -6,8 +6,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
+from fulltilt.records import LiveRecord
 from fulltilt.tuning.live.limits import DEFAULT, Limits
 
 # A stop this many times as long as the usual one is no part of a step; a wait for a GPU some steps behind is.
@@ -100,6 +102,23 @@ def is_told(seen: Seen, best: float | None, limits: Limits = DEFAULT) -> bool:
     if best is None:
         return 1 - high * seen.busy_s >= limits.clear_wait_share
     return low > best * (1 + limits.paid_share) or high < best
+
+
+def with_figures(record: LiveRecord, seen: Seen) -> LiveRecord:
+    """The record with what the settings in force gave, those of the script first."""
+    if record.before_batches_per_s is None:
+        record = replace(record, before_batches_per_s=seen.batches_per_s, before_wait_share=seen.wait_share)
+    return replace(record, batches_per_s=seen.batches_per_s, wait_share=seen.wait_share)
+
+
+def with_outcome(
+    record: LiveRecord, outcome: Literal["kept", "returned", "failed"], seen: Seen | None, why: str | None = None
+) -> LiveRecord:
+    """The record with how its last move ended."""
+    rate, wait = (None, None) if seen is None else (seen.batches_per_s, seen.wait_share)
+    *earlier, last = record.moves
+    ended = replace(last, outcome=outcome, batches_per_s=rate, wait_share=wait, why=why)
+    return replace(record, moves=(*earlier, ended))
 
 
 class Window:

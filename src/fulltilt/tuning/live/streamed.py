@@ -18,7 +18,7 @@ from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import Pickled, file_positions, kept_generators
 from fulltilt.tuning.live.controller import pays
 from fulltilt.tuning.live.limits import Limits
-from fulltilt.tuning.live.measurement import Arrival, Seen, summarize
+from fulltilt.tuning.live.measurement import Arrival, Seen, summarize, with_figures, with_outcome
 from fulltilt.tuning.live.untunable import reason_against
 from fulltilt.tuning.live.worker_pool import copy_of, knobs_of
 
@@ -64,10 +64,8 @@ class StreamTuner:
             return  # it was left early, or too short
         elif self._own is None:
             self._own = seen
-            rate, wait = seen.batches_per_s, seen.wait_share
-            self.record = replace(self.record, before_batches_per_s=rate, before_wait_share=wait)
-            self._saw(seen)
-            if wait <= self._live.limits.enough_wait_share:
+            self.record = with_figures(self.record, seen)
+            if seen.wait_share <= self._live.limits.enough_wait_share:
                 self._settle("settled", "the loader is no longer the limit", 0)
             elif not _comes_out_the_same(loader, iterate):
                 self._settle("left_alone", COMES_OUT_DIFFERENT, 0)
@@ -80,20 +78,11 @@ class StreamTuner:
 
     def _end_trial(self, own: Seen, seen: Seen) -> None:
         paid = pays(own, seen, self._live.limits)
-        move = replace(
-            self.record.moves[-1],
-            outcome="kept" if paid else "returned",
-            batches_per_s=seen.batches_per_s,
-            wait_share=seen.wait_share,
-        )
-        self.record = replace(self.record, moves=(move,))
-        self._saw(seen if paid else own)
+        judged = with_outcome(self.record, "kept" if paid else "returned", seen)
+        self.record = with_figures(judged, seen if paid else own)
         self._settle("settled", f"1 worker {'paid' if paid else 'did not pay'}; more would change the order", int(paid))
         if paid:
             self._live.write(self.tap.where, self.record.settings)
-
-    def _saw(self, seen: Seen) -> None:
-        self.record = replace(self.record, batches_per_s=seen.batches_per_s, wait_share=seen.wait_share)
 
     def _settle(self, state: Literal["settled", "left_alone"], why: str, workers: int) -> None:
         self._workers = self.tap.serving_workers = workers

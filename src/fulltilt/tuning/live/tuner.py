@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,16 @@ from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import BatchCheck, short
 from fulltilt.tuning.live.controller import Capacity, Settle, best_of, decide, pays
-from fulltilt.tuning.live.measurement import LOOK_EVERY_S, Arrival, Knobs, Seen, Window, words
+from fulltilt.tuning.live.measurement import (
+    LOOK_EVERY_S,
+    Arrival,
+    Knobs,
+    Seen,
+    Window,
+    with_figures,
+    with_outcome,
+    words,
+)
 from fulltilt.tuning.live.ranks import Report
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
 from fulltilt.tuning.live.untunable import reason_against, reason_of_sampler
@@ -291,7 +300,7 @@ class LoaderTuner:
             if self._is_trying:
                 self._end_trial(source, agreed.seen)
             else:
-                self._saw(agreed.seen)
+                self.record = with_figures(self.record, agreed.seen)
             self._seen = (*self._seen, agreed.seen)
             self._decide(source, agreed.capacity)
 
@@ -329,13 +338,12 @@ class LoaderTuner:
             if source.pool is not None:
                 source.pool.on_trial = False
             self.in_force = seen.knobs
-            self._end_move("kept", seen)
-            self._saw(seen)
+            self.record = with_figures(with_outcome(self.record, "kept", seen), seen)
             self._note("watching", f"{words(seen.knobs)} paid", settings=self._settings(seen.knobs))
             self._live.write(self.tap.where, self.record.settings)
         else:
             source.hand_over(self._pool_in_force(source))
-            self._end_move("returned", seen)
+            self.record = with_outcome(self.record, "returned", seen)
             self._note("watching", f"{words(seen.knobs)} did not pay")
         self._note_in_force()
 
@@ -373,7 +381,7 @@ class LoaderTuner:
         """Back to the settings in force. Here the pool has been replaced already where it is this rank's that broke."""
         self._is_trying = False
         self._failed = (*self._failed, self._wanted)
-        self._end_move("failed", None, why)
+        self.record = with_outcome(self.record, "failed", None, why)
         self._note("watching", why)
         self._note_in_force()
         if source.pool is not None and source.pool.on_trial:
@@ -396,7 +404,7 @@ class LoaderTuner:
     def leave_alone(self, why: str) -> None:
         """Go back to the script's own settings for good."""
         if self._is_trying:
-            self._end_move("failed", None, why)
+            self.record = with_outcome(self.record, "failed", None, why)
         self.phase = Phase.DONE
         self._left_alone, self._is_trying = True, False
         self.in_force = self.user
@@ -425,21 +433,6 @@ class LoaderTuner:
 
     def _note(self, state: str, why: str, **more: Any) -> None:
         self.record = replace(self.record, state=state, why=why, **more)  # type: ignore[arg-type]
-
-    def _saw(self, seen: Seen) -> None:
-        """What the settings in force gave."""
-        rate, wait = seen.batches_per_s, seen.wait_share
-        if self.record.before_batches_per_s is None:
-            self.record = replace(self.record, before_batches_per_s=rate, before_wait_share=wait)
-        self.record = replace(self.record, batches_per_s=rate, wait_share=wait)
-
-    def _end_move(
-        self, outcome: Literal["kept", "returned", "failed"], seen: Seen | None, why: str | None = None
-    ) -> None:
-        *earlier, last = self.record.moves
-        rate, wait = (None, None) if seen is None else (seen.batches_per_s, seen.wait_share)
-        ended = replace(last, outcome=outcome, batches_per_s=rate, wait_share=wait, why=why)
-        self.record = replace(self.record, moves=(*earlier, ended))
 
     @contextlib.contextmanager
     def _costs(self) -> Iterator[None]:

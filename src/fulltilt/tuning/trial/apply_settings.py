@@ -96,8 +96,7 @@ def _compute_in(torch: Any, precision: str) -> None:
     if precision == "tf32":
         torch.set_float32_matmul_precision("high")
         return
-    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", {"bf16": "bfloat16", "fp16": "float16"}[precision]
-    torch.autocast(device, dtype=getattr(torch, dtype)).__enter__()
+    torch.autocast("cuda" if torch.cuda.is_available() else "cpu", dtype=torch.bfloat16).__enter__()
     # Autocast keeps its copies of the weights until it ends; here it never ends, and each step changes them.
     optimizers: Any = inspect.getmodule(torch.optim.Optimizer)
     optimizers.register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())

@@ -40,13 +40,13 @@ from fulltilt.tuning.trial.throughput import (
 
 # Losses of so many first steps are compared between trials.
 MOST_LOSSES = 400
-# The module, the function that saves, and the place and name of the path among its arguments.
+# The module, the function that saves, and the name of the path, which is its second argument.
 SAVERS = (
-    ("torch", "save", 1, "f"),
-    ("safetensors.torch", "save_file", 1, "filename"),
-    ("safetensors.torch", "save_model", 1, "filename"),
-    ("transformers.modeling_utils", "PreTrainedModel.save_pretrained", 1, "save_directory"),
-    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase.save_pretrained", 1, "save_directory"),
+    ("torch", "save", "f"),
+    ("safetensors.torch", "save_file", "filename"),
+    ("safetensors.torch", "save_model", "filename"),
+    ("transformers.modeling_utils", "PreTrainedModel.save_pretrained", "save_directory"),
+    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase.save_pretrained", "save_directory"),
 )
 
 
@@ -150,12 +150,7 @@ class Measuring:
         if len(self._losses) < MOST_LOSSES and self._loss is not None:
             self._losses.append(self._loss)
             self._loss = None
-        if self._session.state.rank == 0:
-            self._advance()
-
-    def _advance(self) -> None:
-        now = self._snapshot()
-        block = self._timer.stepped(now)
+        block = self._timer.stepped(self._snapshot()) if self._session.state.rank == 0 else None
         if block is None:
             return
         self._pending.append(block)
@@ -232,7 +227,7 @@ class Measuring:
         self._answered = True
         self._settle(wait=True)
         statistics = self._torch.cuda.memory_stats() if self._cuda else {}
-        losses = _finite(self._losses)
+        losses = tuple(itertools.takewhile(math.isfinite, map(float, self._losses)))
         answer = Answer(
             blocks=tuple(self._blocks),
             steps=self._steps,
@@ -258,11 +253,6 @@ def _learning_rate(optimizer: Any) -> float | None:
         return None
 
 
-def _finite(losses: list[Any]) -> tuple[float, ...]:
-    """The losses as numbers, up to the first that is not one."""
-    return tuple(itertools.takewhile(math.isfinite, (float(loss) for loss in losses)))
-
-
 # --------------------------------------------------------------------------- checkpoints
 
 
@@ -276,7 +266,7 @@ class Saves:
 
     def install(self) -> None:
         """Stand around the functions that save, in the modules that are imported by now."""
-        for module, name, place, keyword in SAVERS:
+        for module, name, keyword in SAVERS:
             if module in sys.modules and f"{module}.{name}" not in self._installed:
                 self._installed.add(f"{module}.{name}")
                 *outer, last = name.split(".")
@@ -284,7 +274,7 @@ class Saves:
                 for part in outer:
                     home = getattr(home, part, None)
                 if hasattr(home, last):
-                    around(home, last, functools.partial(self._saving, place, keyword))
+                    around(home, last, functools.partial(self._saving, keyword))
         if self._scratch is not None and "torch.load" not in self._installed:
             self._installed.add("torch.load")
             around(sys.modules["torch"], "load", self._loading)
@@ -292,17 +282,17 @@ class Saves:
     def _in_scratch(self, path: Any) -> str:
         return f"{self._scratch}{Path(path).absolute()}"
 
-    def _saving(self, place: int, keyword: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _saving(self, keyword: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
-            given = kwargs.get(keyword, args[place] if len(args) > place else None)
+            given = kwargs.get(keyword, args[1] if len(args) > 1 else None)
             if self._scratch is None or not isinstance(given, str | os.PathLike):
                 return original(*args, **kwargs)
             target = self._in_scratch(given)
             Path(target).parent.mkdir(parents=True, exist_ok=True)
             if keyword in kwargs:
                 return original(*args, **{**kwargs, keyword: target})
-            return original(*args[:place], target, *args[place + 1 :], **kwargs)
+            return original(args[0], target, *args[2:], **kwargs)
 
         return save
 
