@@ -102,7 +102,7 @@ def tuning(
             patch(f"{home}.pays", one.pays),
             patch("fulltilt.tuning.live.streamed.pays", one.pays),
             patch.object(BatchCheck, "begin", _begin_and_wait),
-            patch("fulltilt.tuning.live.controller.measure_capacity", lambda *_: capacity),
+            patch("fulltilt.tuning.live.measure_capacity", lambda *_: capacity),
         ):
             yield one
     finally:

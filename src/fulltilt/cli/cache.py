@@ -11,11 +11,7 @@ import typer
 
 from fulltilt.errors import UsageError
 
-EXAMPLES = (
-    "fulltilt cache",
-    "fulltilt cache clear --name COD10K",
-    "fulltilt cache list --json",
-)
+EXAMPLES = ("fulltilt cache", "fulltilt cache clear --name COD10K", "fulltilt cache list --json")
 
 
 def cache(

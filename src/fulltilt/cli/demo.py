@@ -25,10 +25,7 @@ EPOCHS = 2
 TUNED_EPOCHS = 12
 
 
-EXAMPLES = (
-    "fulltilt demo",
-    "fulltilt demo --out /tmp/demo",
-)
+EXAMPLES = ("fulltilt demo", "fulltilt demo --out /tmp/demo")
 
 
 def demo(

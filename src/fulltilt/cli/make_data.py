@@ -8,10 +8,7 @@ from typing import Annotated
 
 import typer
 
-EXAMPLES = (
-    "fulltilt make-data cod data/cod --size 200",
-    "fulltilt make-data text data/text --seed 1",
-)
+EXAMPLES = ("fulltilt make-data cod data/cod --size 200", "fulltilt make-data text data/text --seed 1")
 
 
 def make_data(

@@ -72,8 +72,7 @@ def run(
         Path | None, typer.Option(metavar="DIR", help="Run folder [default: fulltilt-runs/<date>-<script>]")
     ] = None,
     deep: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", show_default=False, help="Profile this many steps with torch.profiler."),
+        int, typer.Option(min=0, metavar="N", show_default=False, help="Profile this many steps with torch.profiler.")
     ] = 0,
     settings: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Put the loader settings of this JSON file in force.")

@@ -44,11 +44,7 @@ _QUIT = ("q", "Q")
 _SUSPEND = "\x1a"  # Ctrl-Z
 
 
-EXAMPLES = (
-    "fulltilt watch",
-    "fulltilt watch --once",
-    "fulltilt watch --interval 5 --out gpu.jsonl > /dev/null &",
-)
+EXAMPLES = ("fulltilt watch", "fulltilt watch --once", "fulltilt watch --interval 5 --out gpu.jsonl > /dev/null &")
 
 
 def watch(

@@ -12,27 +12,27 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fulltilt import store
 from fulltilt.errors import FulltiltError
+from fulltilt.recorder import attach as attached
+from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.recorder.loaders.iterator import is_iterable
 from fulltilt.recorder.loaders.settings_file import LOADER
 from fulltilt.recorder.loaders.workers import allowed_cpus
+from fulltilt.recorder.session import Session
 from fulltilt.records import LiveRecord, Settings
+from fulltilt.tuning.live.controller import Capacity, measure_capacity
 from fulltilt.tuning.live.limits import DEFAULT, Limits
 from fulltilt.tuning.live.measurement import Knobs
+from fulltilt.tuning.live.ranks import Ranks, Report
 from fulltilt.tuning.space import rid_of_none
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fulltilt.recorder.loaders import LoaderTap
-    from fulltilt.recorder.session import Session
-    from fulltilt.tuning.live.controller import Capacity
-    from fulltilt.tuning.live.ranks import Ranks, Report
     from fulltilt.tuning.live.streamed import StreamTuner
     from fulltilt.tuning.live.tuner import LoaderTuner
 
@@ -51,8 +51,6 @@ class Live:
     """All loaders of a process that are tuned, one tuner each."""
 
     def __init__(self, session: Session, limits: Limits = DEFAULT, exact: bool = False) -> None:
-        from fulltilt.recorder import attach as attached
-
         self.session = session
         self.limits = limits
         self.exact = exact
@@ -78,8 +76,6 @@ class Live:
 
     def records(self) -> tuple[LiveRecord, ...]:
         """What was done to each training loader. The other ranks hear of those left alone, also before ranks met."""
-        from fulltilt.tuning.live.controller import Capacity
-
         trains = [tuner for tuner in list(self.tuners.values()) if tuner.tap.trains]
         for tap, record in ((tuner.tap, tuner.record) for tuner in trains):
             if record.state == "left_alone" and tap.loader_id not in self._told:
@@ -92,8 +88,6 @@ class Live:
     @property
     def ranks(self) -> Ranks | None:
         """How the ranks of this job agree; None in a job of one, and before the ranks have met."""
-        from fulltilt.tuning.live.ranks import Ranks
-
         notes = self.session.state
         with self._lock:
             if self._ranks is None and notes.group is not None:
@@ -115,8 +109,6 @@ class Live:
 
     def report(self, tap: LoaderTap, batch: int, knobs: Knobs, capacity: Capacity, **what: Any) -> Report:
         """What this rank says of a loader, which all ranks know by its line and its place among those made there."""
-        from fulltilt.tuning.live.ranks import Report
-
         place = sum(other.where == tap.where for other in self.session.taps.all[: tap.loader_id])
         cpus = f"{sum(1 << cpu for cpu in allowed_cpus() or ()):x}"
         return Report(f"{tap.where} {place}", batch, socket.gethostname(), cpus, knobs, capacity, **what)
@@ -127,11 +119,9 @@ class Live:
 
     def capacity(self, tap: LoaderTap, tensors_per_batch: int) -> Capacity:
         """What is left for the workers of one loader, beside those of the others."""
-        from fulltilt.tuning.live import controller
-
         others = (tuner.tap for tuner in self.tuners.values() if tuner.tap is not tap and tuner.tap.in_pass)
         workers = sum(other.serving_workers or 0 for other in others)
-        return controller.measure_capacity(self.session, tap, workers, tensors_per_batch)
+        return measure_capacity(self.session, tap, workers, tensors_per_batch)
 
     def write(self, where: str | None, settings: Settings | None) -> None:
         """Leave what was found where `fulltilt run --settings` takes it; None: nothing is to be taken after all."""

@@ -215,10 +215,7 @@ class Pickled(pickle.Pickler):
         return tuple, ((str(item.dtype), tuple(item.shape), data),)
 
 
-_LEFT_OUT = (
-    *(type, types.ModuleType, types.BuiltinFunctionType),
-    *(type(threading.Lock()), type(threading.RLock())),
-)
+_LEFT_OUT = (type, types.ModuleType, types.BuiltinFunctionType, type(threading.Lock()), type(threading.RLock()))
 
 
 def _numpy_generators(numpy: Any) -> tuple[type, ...]:

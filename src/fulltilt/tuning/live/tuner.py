@@ -80,7 +80,6 @@ class LoaderTuner:
         self.record = LiveRecord(tap.loader_id, "watching", WATCHED, Settings(), Settings())
         self.user = self.in_force = Knobs(0)
         self.phase = Phase.WATCHING
-        self.tensors_per_batch = 0
         self.drawn = 0  # batches, over all passes
         self._live = live
         self._limits = live.limits
@@ -205,7 +204,6 @@ class LoaderTuner:
             self._begin_check(source, check)
         if check.verdict is None:
             return
-        self.tensors_per_batch = check.tensors_per_batch
         if self._is_checked:
             self._try(source)
         elif check.verdict == BatchCheck.RANDOM and self._live.exact:
@@ -251,7 +249,8 @@ class LoaderTuner:
 
     def _report(self, source: SwitchingIterator, **what: Any) -> None:
         """Act on this, or, in a job of several ranks, let all of them agree on what each of them reports."""
-        capacity = self._live.capacity(self.tap, self.tensors_per_batch)
+        tensors = self._check.tensors_per_batch if self._check is not None else 0
+        capacity = self._live.capacity(self.tap, tensors)
         report = self._live.report(self.tap, self.drawn, self.user, capacity, **what)
         if (ranks := self._live.ranks) is None:
             self._act(source, report)

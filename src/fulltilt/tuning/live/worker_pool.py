@@ -18,10 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    RandomSampler,
-)
+from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data._utils import signal_handling
 
 from fulltilt.tuning.live.measurement import Knobs

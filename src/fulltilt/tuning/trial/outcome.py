@@ -22,7 +22,7 @@ State = Literal["ok", "oom", "crashed", "timed_out", "not_measured", "diverged",
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|Cannot allocate memory|Unable to allocate"
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|insufficient shared memory|killed by signal: Killed"
-    r"|unable to write to file </torch_",
+    r"|unable to write to file </torch_"
 )
 # The last line of a traceback: the exception and its message.
 _EXCEPTION = re.compile(r"^((?:[A-Za-z_][\w.]*\.)?[A-Z_]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
