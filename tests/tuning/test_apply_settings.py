@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
+from fulltilt.recorder.session import Session
 from fulltilt.records import Settings
 from fulltilt.tuning.trial.apply_settings import AppliedSettings
 from fulltilt.tuning.trial.throughput import TrainingLoader
@@ -17,34 +20,35 @@ from fulltilt.tuning.trial.throughput import TrainingLoader
 DATA = TensorDataset(torch.arange(64.0).reshape(32, 2))
 
 
-@pytest.fixture(autouse=True)
-def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a trial changes for good, as its process ends with it."""
-    for home, name in (
-        (DataLoader, "__init__"),
-        (nn.Module, "compile"),
-    ):
-        monkeypatch.setattr(home, name, getattr(home, name))
-    yield
+Install = Callable[..., AppliedSettings]
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Iterator[Install]:
+    """Puts settings in force in a recorded process; what a trial changes for good is put back."""
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.begin_here()
+
+    def put_in_force(settings: Settings, loader: TrainingLoader | None = None) -> AppliedSettings:
+        changes = AppliedSettings(settings, loader)
+        changes.install(torch, session.taps)
+        return changes
+
+    yield put_in_force
+    session.finish()
     if torch.is_autocast_enabled("cpu"):
         torch.set_autocast_enabled("cpu", False)
         torch.autocast_decrement_nesting()
 
 
-def install(settings: Settings, loader: TrainingLoader | None = None) -> AppliedSettings:
-    changes = AppliedSettings(torch, settings, loader)
-    changes.install()
-    return changes
-
-
-def test_only_the_training_loader_is_changed() -> None:
+def test_only_the_training_loader_is_changed(install: Install) -> None:
     install(Settings(num_workers=2, prefetch_factor=4, persistent_workers=True))
     train, test = DataLoader(DATA, 4, shuffle=True), DataLoader(DATA, 4)
     assert (train.num_workers, train.prefetch_factor, train.persistent_workers) == (2, 4, True)
     assert (train.batch_size, test.num_workers) == (4, 0)
 
 
-def test_a_loader_is_known_by_its_line_and_its_length() -> None:
+def test_a_loader_is_known_by_its_line_and_its_length(install: Install) -> None:
     line = test_a_loader_is_known_by_its_line_and_its_length.__code__.co_firstlineno + 4
     install(Settings(num_workers=2), TrainingLoader(f"tests/tuning/test_apply_settings.py:{line}", 32))
     # Not shuffled, made in one loop: only the length tells them apart.
@@ -52,21 +56,21 @@ def test_a_loader_is_known_by_its_line_and_its_length() -> None:
     assert [loader.num_workers for loader in made] == [2, 0]
 
 
-def test_the_batch_size_stays_unless_it_is_asked_for() -> None:
+def test_the_batch_size_stays_unless_it_is_asked_for(install: Install) -> None:
     install(Settings(num_workers=1))
     assert DataLoader(DATA, batch_size=4, shuffle=True).batch_size == 4
     install(Settings(batch_size=16))
     assert DataLoader(DATA, batch_size=4, shuffle=True).batch_size == 16
 
 
-def test_a_batch_size_that_cannot_be_changed_is_told() -> None:
+def test_a_batch_size_that_cannot_be_changed_is_told(install: Install) -> None:
     changes = install(Settings(batch_size=16))
     sampler: Any = BatchSampler(RandomSampler(DATA), 4, drop_last=False)
     assert len(next(iter(DataLoader(DATA, batch_sampler=sampler)))[0]) == 4
     assert "batch_sampler" in changes.remarks[0]
 
 
-def test_precision_follows_the_weights_through_the_steps() -> None:
+def test_precision_follows_the_weights_through_the_steps(install: Install) -> None:
     install(Settings(precision="bf16"))
     model, inputs = nn.Linear(8, 8), torch.ones(2, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -77,7 +81,7 @@ def test_precision_follows_the_weights_through_the_steps() -> None:
     assert not torch.allclose(model(inputs).float(), first.float())  # not the copy from before the step
 
 
-def test_the_model_is_compiled_before_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_compiled_before_its_parts(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))  # noqa: PLW0108 - binds
     install(Settings(compile=True))

@@ -22,7 +22,7 @@ from rich.text import Text
 from fulltilt import store
 from fulltilt.cli.streams import JOB_BEHIND_IT, StatusBar, tell, tell_of_flags
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
-from fulltilt.figures import duration_s, seconds
+from fulltilt.figures import count, duration_s, seconds
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
 from fulltilt.recipes import RECIPES
 from fulltilt.recorder.job_command import job_command, job_name
@@ -181,8 +181,7 @@ def conduct(
     study = Study(arguments, command, folder, space, isolation, trial_limit_s, _say)
     _say(isolation.sentence)
     if study.trials:
-        trials = "1 trial" if len(study.trials) == 1 else f"{len(study.trials)} trials"
-        _say(f"{folder} has {trials} already; the study goes on from there")
+        _say(f"{folder} has {count('trial', len(study.trials))} already; the study goes on from there")
 
     def trying(attempt: Attempt, wall_s: float) -> None:
         if bar.on:

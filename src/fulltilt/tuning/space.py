@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import LinearRegression, linear_regression
 from typing import Literal
 
@@ -92,8 +92,7 @@ def is_loader_only(settings: Settings) -> bool:
 
 def rid_of_none(settings: Settings) -> dict[str, object]:
     """The settings that are set, by name."""
-    values = ((field.name, getattr(settings, field.name)) for field in fields(settings))
-    return {name: value for name, value in values if value is not None}
+    return {name: value for name, value in asdict(settings).items() if value is not None}
 
 
 # --------------------------------------------------------------------------- the trials so far

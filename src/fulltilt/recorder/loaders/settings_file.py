@@ -80,34 +80,30 @@ class LoaderOverride:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with the settings in force, or as they were for a loader that does not train."""
         given = named_arguments(original, args, kwargs)
-        if given is None or not names_workers(original):
+        # Some constructors do not take the number of workers themselves, but pass it on.
+        takes_workers = "num_workers" in inspect.signature(original).parameters
+        if given is None or not takes_workers or not self.is_for(loader, given):
             return args, kwargs
-        named = self._where is not None and call_sites(loader).where == self._where
-        if not named and not looks_like_training(given):
-            return args, kwargs
-        changed = apply(self._settings, given)
-        dataset = changed.pop("dataset", None)
-        return (dataset,), changed
+        changed = self.changed(given)
+        return (changed.pop("dataset", None),), changed
 
+    def is_for(self, loader: Any, given: dict[str, Any]) -> bool:
+        """Whether the settings are for this loader, which is under construction."""
+        return (self._where is not None and call_sites(loader).where == self._where) or looks_like_training(given)
 
-def names_workers(original: Callable[..., None]) -> bool:
-    """Whether a loader's constructor takes the number of workers itself, and does not pass it on."""
-    return "num_workers" in inspect.signature(original).parameters
-
-
-def apply(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
-    """A loader's arguments with the settings in force, keeping to what DataLoader allows together."""
-    changed = dict(given)
-    for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers"):
-        value = getattr(settings, name)
-        if value is not None:
-            changed[name] = value
-    if settings.start_method is not None:
-        changed["multiprocessing_context"] = settings.start_method
-    if not changed.get("num_workers"):
-        for needs_workers in ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
-            changed.pop(needs_workers, None)
-    return changed
+    def changed(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A loader's arguments with the settings in force, keeping to what DataLoader allows together."""
+        changed = dict(given)
+        for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers"):
+            value = getattr(self._settings, name)
+            if value is not None:
+                changed[name] = value
+        if self._settings.start_method is not None:
+            changed["multiprocessing_context"] = self._settings.start_method
+        if not changed.get("num_workers"):
+            for needs_workers in ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
+                changed.pop(needs_workers, None)
+        return changed
 
 
 def looks_like_training(given: dict[str, Any]) -> bool:

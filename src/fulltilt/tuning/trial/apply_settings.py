@@ -14,45 +14,31 @@ from typing import Any
 
 from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.hooks.dataloader import override_fastai
-from fulltilt.recorder.loaders import call_sites, named_arguments
-from fulltilt.recorder.loaders.settings_file import apply, looks_like_training, names_workers
+from fulltilt.recorder.loaders import LoaderTaps, call_sites
+from fulltilt.recorder.loaders.settings_file import LoaderOverride, looks_like_training
 from fulltilt.records import Settings
 from fulltilt.tuning.trial.throughput import TrainingLoader
 
 
-class AppliedSettings:
+class AppliedSettings(LoaderOverride):
     """Puts a trial's settings in force as the script constructs what they concern."""
 
-    def __init__(self, torch: Any, settings: Settings, loader: TrainingLoader | None) -> None:
-        self._torch = torch
-        self._settings = settings
+    def __init__(self, settings: Settings, loader: TrainingLoader | None) -> None:
+        super().__init__(settings)
         self._loader = loader
         self.remarks: list[str] = []
 
-    def install(self) -> None:
+    def install(self, torch: Any, taps: LoaderTaps) -> None:
         """Stand in the way of what the settings concern, and of nothing else."""
-        settings, torch = self._settings, self._torch
-        if settings.torch_threads is not None:
-            torch.set_num_threads(settings.torch_threads)
-        patches = Patches()
-        patches.swap_in_family(torch.utils.data.DataLoader, __init__=self._loader_init)
-        override_fastai(patches, settings)
-        if settings.precision is not None:
-            _compute_in(torch, settings.precision)
-        if settings.compile:
+        taps.override = self
+        override_fastai(Patches(), self._settings)
+        if self._settings.precision is not None:
+            _compute_in(torch, self._settings.precision)
+        if self._settings.compile:
             _compile_first_trained(torch)
 
-    def _loader_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            given = named_arguments(original, args, kwargs)
-            if given is None or not names_workers(original) or not self._is_training_loader(loader, given):
-                return original(loader, *args, **kwargs)
-            changed = self._arguments(given)
-            return original(loader, changed.pop("dataset", None), **changed)
-
-        return __init__
-
-    def _is_training_loader(self, loader: Any, given: dict[str, Any]) -> bool:
+    def is_for(self, loader: Any, given: dict[str, Any]) -> bool:
+        """Whether it is the loader that is studied; before it is known, whether it looks like one that trains."""
         wanted = self._loader
         if wanted is None or wanted.where is None:
             return looks_like_training(given)
@@ -62,9 +48,9 @@ class AppliedSettings:
         # A library makes all its loaders at the same line of the user's.
         return sites.made_by is None or looks_like_training(given)
 
-    def _arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The loader's arguments with the settings in force."""
-        changed = apply(self._settings, given)
+    def changed(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The loader's arguments with the settings in force, the batch size among them."""
+        changed = super().changed(given)
         batch_size = self._settings.batch_size
         if batch_size is None:
             return changed

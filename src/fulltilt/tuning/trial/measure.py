@@ -64,7 +64,7 @@ class Measuring:
         self._torch = torch
         self._assignment = assignment
         self._saves = Saves(assignment.scratch)
-        self._applied = AppliedSettings(torch, assignment.settings, assignment.loader)
+        self._applied = AppliedSettings(assignment.settings, assignment.loader)
         self._pid = os.getpid()
         self._optimizer: int | None = None
         self._cuda = False
@@ -86,9 +86,8 @@ class Measuring:
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(0)
         self._saves.install()
-        self._applied.install()
-        torch = self._torch
-        sys.modules[torch.optim.Optimizer.__module__].register_optimizer_step_post_hook(self._stepped)
+        self._applied.install(self._torch, self._session.taps)
+        sys.modules[self._torch.optim.Optimizer.__module__].register_optimizer_step_post_hook(self._stepped)
         self._keep_losses()
         self._session.taps.live = self._begin_pass
         atexit.register(self._script_ended)

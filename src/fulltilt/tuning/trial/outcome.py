@@ -12,7 +12,7 @@ from typing import Literal
 from fulltilt.diagnosis.evidence import Evidence, gather
 from fulltilt.diagnosis.libraries import beside_training, loader_call
 from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
-from fulltilt.tuning.space import Attempt, is_loader_only
+from fulltilt.tuning.space import LOADER_SETTINGS, Attempt, is_loader_only
 from fulltilt.tuning.trial.run_trial import Ended
 from fulltilt.tuning.trial.throughput import Answer, TrainingLoader, rate_of, wait_share_of
 
@@ -81,13 +81,10 @@ def in_force(evidence: Evidence | None, asked: Settings, studied: TrainingLoader
     loader, precision = _loader_of(evidence, evidence.rank, studied), evidence.rank.precision
     spans = [span for spans in evidence.run.spans for span in spans if span.steps]
     batches, steps = sum(span.batches for span in spans), sum(span.steps for span in spans)
+    of_loader = {name: getattr(loader, name, None) for name in (*LOADER_SETTINGS, "batch_size")}
     return Settings(
-        num_workers=loader.num_workers if loader else None,
-        prefetch_factor=loader.prefetch_factor if loader else None,
-        pin_memory=loader.pin_memory if loader else None,
-        persistent_workers=loader.persistent_workers if loader else None,
+        **of_loader,
         torch_threads=evidence.rank.torch_threads,
-        batch_size=loader.batch_size if loader else None,
         accumulation=asked.accumulation or (max(1, round(batches / steps)) if steps else None),
         precision=asked.precision or (precision.name if precision else None),
         compile=bool(asked.compile) or (precision.compiled if precision else None),
