@@ -29,7 +29,7 @@ from fulltilt.recorder.job_command import job_command, job_name
 from fulltilt.recorder.loaders.settings_file import LOADER
 from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console
-from fulltilt.store import OwnedFolder
+from fulltilt.store import SETTINGS_FILE, OwnedFolder
 from fulltilt.tuning.learning_rate import looks_deeply_supervised
 from fulltilt.tuning.solutions import (
     by_hand,
@@ -66,7 +66,6 @@ OWN_FLAGS = ("--budget", "--allow", "--apply", "--trial-limit", "--in-place")
 STOPPED_EARLY = 3
 # Of the memory that is free at the beginning: what a trial may hold before it is ended.
 TRIAL_MEMORY = 0.9
-SETTINGS_FILE = "settings.json"
 DIFF_FILE = "change.diff"
 
 

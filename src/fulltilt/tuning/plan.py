@@ -20,7 +20,7 @@ from fulltilt.diagnosis import answer
 from fulltilt.errors import UsageError
 from fulltilt.records import GpuReading, RankRecord, Run
 from fulltilt.tuning.learning_rate import Scaled, accumulation_for, looks_deeply_supervised, scale
-from fulltilt.tuning.space import USABLE_VRAM, fit_line
+from fulltilt.tuning.space import DEFAULT_PREFETCH, USABLE_VRAM, fit_line
 
 Hours = tuple[float, float]
 Points = tuple[tuple[float, float], ...]
@@ -29,7 +29,6 @@ Points = tuple[tuple[float, float], ...]
 FEWEST_STEPS = 2
 # What CUDA itself takes on each GPU besides torch's memory: 0.4 to 0.6 GiB with cuBLAS and cuDNN loaded.
 CONTEXT_BYTES = 600 << 20
-TORCH_DEFAULT_PREFETCH = 2
 METRICS_FILE = "metrics.csv"
 HUGGING_FACE_FILE = "trainer_state.json"
 _SMALL_IS_GOOD = ("loss", "mae", "error", "ece", "rmse", "perplexity")
@@ -301,7 +300,7 @@ def _loader_memory(run: Run, rank: RankRecord, samples_per_s: float | None) -> t
     each = worker.pss_bytes if worker is not None and worker.processes else None
     rows = []
     for workers in sorted({0, loader.num_workers, usable, *(2**power for power in range(8) if 2**power < usable)}):
-        queued = workers * (loader.prefetch_factor or TORCH_DEFAULT_PREFETCH)
+        queued = workers * (loader.prefetch_factor or DEFAULT_PREFETCH)
         queued_bytes = None if loader.batch_bytes is None else queued * loader.batch_bytes
         held = 0 if not workers else None if each is None else workers * each
         ahead = queued * loader.batch_size * ranks / samples_per_s if samples_per_s and loader.batch_size else None

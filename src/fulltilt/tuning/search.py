@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from fulltilt.records import Settings, Trial
 from fulltilt.tuning.learning_rate import accumulation_for
 from fulltilt.tuning.space import (
+    DEFAULT_PREFETCH,
     KNEE,
     USABLE_VRAM,
     WAITS,
@@ -118,7 +119,7 @@ def _most_workers(trials: Sequence[Trial], space: Space) -> int:
 def _queue(trials: Sequence[Trial], _space: Space, start: Trial) -> Attempt | None:
     """A longer queue at the best number of workers, as long as it pays."""
     best = best_of([trial for trial in trials if is_loader_only(trial.settings)]) or start
-    longer = 2 * (best.in_force.prefetch_factor or 2)
+    longer = 2 * (best.in_force.prefetch_factor or DEFAULT_PREFETCH)
     if not best.in_force.num_workers or (best.data_wait_share or 0.0) < WAITS or longer > MOST_PREFETCH:
         return None
     return _attempt(trials, replace(best.settings, prefetch_factor=longer), "a longer queue")

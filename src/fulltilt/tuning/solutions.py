@@ -97,7 +97,7 @@ def in_words(settings: Settings, current: Settings | None = None) -> str:
     shown = settings if current is None else current
     words = []
     if shown.num_workers is not None:
-        words.append(f"{shown.num_workers} worker{'' if shown.num_workers == 1 else 's'}")
+        words.append(figures.count("worker", shown.num_workers))
     if shown.prefetch_factor is not None and shown.num_workers != 0:
         words.append(f"prefetch {shown.prefetch_factor}")
     words += ["pinned"] if shown.pin_memory else []

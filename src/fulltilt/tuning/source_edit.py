@@ -21,7 +21,7 @@ from fulltilt.diagnosis.findings import made_for_each_pass
 from fulltilt.diagnosis.libraries import LIBRARIES, Library, loader_call
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.records import LoaderRecord, Settings
-from fulltilt.tuning.space import LOADER_SETTINGS
+from fulltilt.tuning.space import DEFAULT_PREFETCH, LOADER_SETTINGS
 
 DEFAULTS: Mapping[str, object] = {
     "num_workers": 0,
@@ -33,8 +33,6 @@ DEFAULTS: Mapping[str, object] = {
 # Classes with DataLoader's keywords.
 LOADERS = ("DataLoader", "StatefulDataLoader", "StreamingDataLoader", "ThreadDataLoader")
 NEED_WORKERS = ("prefetch_factor", "persistent_workers")
-# What torch takes where there are workers and nothing is written.
-DEFAULT_PREFETCH = 2
 # torch draws a seed whenever workers start, from the generator that shuffles too.
 OTHER_SHUFFLES = (
     "workers that persist are seeded once, so that shuffles from the second epoch on come in another order than before"

@@ -16,6 +16,8 @@ from fulltilt.records import LoaderRecord, Settings, Trial
 ALLOWABLE = ("batch", "accumulation", "precision", "compile")
 LOADER_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 MOST_WORKERS = 64
+# What torch takes where there are workers and nothing is written.
+DEFAULT_PREFETCH = 2
 # A change is worth a trial, or worth having, when it promises this much.
 WORTH = 1.02
 # Below this share of waiting the loader is not what limits the job.

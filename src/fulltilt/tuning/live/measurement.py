@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from fulltilt.figures import count
 from fulltilt.records import LiveRecord
 from fulltilt.tuning.live.limits import DEFAULT, Limits
 
@@ -30,7 +31,7 @@ class Knobs(NamedTuple):
 
 def words(knobs: Knobs) -> str:
     """Settings in a few words."""
-    workers = f"{knobs.workers} worker{'' if knobs.workers == 1 else 's'}"
+    workers = count("worker", knobs.workers)
     return f"{workers}, prefetch {knobs.prefetch}{', pinned' if knobs.pin else ''}" if knobs.workers else workers
 
 
