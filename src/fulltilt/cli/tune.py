@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import math
 import re
@@ -200,12 +199,6 @@ def conduct(
             study.run(budget_s, trying, tried)
     except KeyboardInterrupt:
         stopped = True
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise MachineError(
-            f"cannot write into {folder}: {error.strerror}", "Free some space: the same command goes on from here."
-        ) from error
     finally:
         bar.close()
         study.close()
