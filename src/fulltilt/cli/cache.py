@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -63,20 +63,11 @@ def cache(
     if not entries:
         print(f"no caches in {one_line(str(where))}")
         return
-    print(f"{'cache':<34} {'size':>10} {'samples':>9}  {'state':<10} {'used':<12} data set")
+    print(f"{'cache':<34} {'size':>10} {'samples':>9}  {'state':<10} {'used':<16} data set")
     for entry in entries:
         state = "in use" if entry.in_use else "complete" if entry.complete else "partial"
         print(
             f"{one_line(entry.path.name)[:34]:<34} {size(entry.size_bytes):>10} {entry.samples:>9}  {state:<10} "
-            f"{_ago(entry.used_at_s):<12} {one_line(entry.label)}"
+            f"{datetime.fromtimestamp(entry.used_at_s):%Y-%m-%d %H:%M} {one_line(entry.label)}"
         )
     print(f"{size(sum(entry.size_bytes for entry in entries))} in {one_line(str(where))}")
-
-
-def _ago(moment_s: float) -> str:
-    seconds = max(0.0, time.time() - moment_s)
-    for limit, unit in ((60, "s"), (60, "min"), (24, "h")):
-        if seconds < limit:
-            return f"{seconds:.0f} {unit} ago"
-        seconds /= limit
-    return f"{seconds:.0f} days ago"

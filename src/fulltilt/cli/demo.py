@@ -126,8 +126,7 @@ class Steps:
             ("after", live.settings, live.batches_per_s, live.wait_share),
         )
         for name, settings, rate, wait in rows:
-            share = "not measured" if wait is None else percent(wait)
-            table.add_row(f"   {name}", str(settings.num_workers or 0), number(rate), share)
+            table.add_row(f"   {name}", str(settings.num_workers or 0), number(rate), percent(wait))
         self._console.print(table)
         same = "the same, bit for bit" if before and before == after else "NOT the same"
         gain = times(live.batches_per_s / live.before_batches_per_s)

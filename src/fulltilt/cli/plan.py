@@ -158,7 +158,7 @@ def _show_batches(console: Console, plan: Plan) -> None:
             str(row.batch),
             size(row.vram_bytes),
             percent(row.vram_share),
-            number(row.samples_per_s) if row.samples_per_s is not None else NOT_MEASURED,
+            number(row.samples_per_s),
             NOT_MEASURED if row.learning_rate is None else f"{row.learning_rate.rate:.3g}",
             _hours(row.hours),
         )
