@@ -61,6 +61,11 @@ def test_runs_of_two_models_are_not_one_line() -> None:
         make_plan([replace(observed(8), folder="a"), replace(other, folder="b", ranks=(grown,))])
 
 
+def test_a_run_of_which_no_process_was_recorded_is_refused() -> None:
+    with pytest.raises(UsageError, match="no process of a was recorded"):
+        make_plan([observed(8), replace(observed(16), folder="a", ranks=())])
+
+
 def test_one_batch_size_never_promises_too_much() -> None:
     one, two = vram_budget([observed(8)]), vram_budget([observed(8), observed(32)])
     assert one is not None

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fulltilt.diagnosis import answer
+from fulltilt.diagnosis.evidence import training_loaders
 from fulltilt.errors import UsageError
-from fulltilt.records import GpuReading, RankRecord, Run
+from fulltilt.records import GpuReading, Run
 from fulltilt.tuning.learning_rate import Scaled, accumulation_for, looks_deeply_supervised, scale
 from fulltilt.tuning.space import DEFAULT_PREFETCH, USABLE_VRAM, fit_line
 
@@ -127,10 +128,10 @@ class Plan:
 
 
 def make_plan(runs: Sequence[Run]) -> Plan:
-    """The plan from runs of one job; the first is the one that is planned for. Raises UsageError for other models."""
-    _refuse_another_model(runs)
+    """The plan from runs of one job; the first is the one that is planned for. Raises UsageError for unfit runs."""
+    _refuse_unfit(runs)
     run, diagnosis = runs[0], answer(runs[0])
-    rank, batch, reading = _first_rank(run), _batch_size(run), _gpu_of(run)
+    batch, reading = _batch_size(run), _gpu_of(run)
     total = None if reading is None else reading.vram_total_bytes
     budget = vram_budget(runs)
     largest = budget.largest_batch(total) if budget is not None and total is not None else None
@@ -148,34 +149,33 @@ def make_plan(runs: Sequence[Run]) -> Plan:
         largest_batch=largest,
         batches=_batches(runs, budget, batch, largest, total),
         gpus=() if budget is None else tuple(_on_gpu(name, budget, batch) for name in GPU_GIB),
-        loading=() if rank is None else _loader_memory(run, rank, compute or reached),
-        lacks=tuple(_lacks(run, budget, reading, batch, diagnosis.throughput.steps)),
-        ranks=max(1, len(run.ranks)),
+        loading=_loader_memory(run, compute or reached),
+        lacks=tuple(_lacks(budget, reading, batch, diagnosis.throughput.steps)),
+        ranks=len(run.ranks),
     )
-
-
-def _first_rank(run: Run) -> RankRecord | None:
-    return run.ranks[0] if run.ranks else None
 
 
 def _batch_size(run: Run) -> int | None:
     """The samples that go through the model at once on one GPU."""
-    rank = _first_rank(run)
-    loaders = rank.loaders if rank is not None else ()
-    return next((loader.batch_size for loader in loaders if loader.role == "train" and loader.batch_size), None)
+    loaders = training_loaders(run.ranks[0])
+    return next((loader.batch_size for loader in loaders if loader.batch_size), None)
 
 
 def _gpu_of(run: Run) -> GpuReading | None:
     """The GPU that the run's first rank trained on; None for a job on the CPU."""
-    rank, gpus = _first_rank(run), run.run.machine.gpus
-    if rank is None or not rank.device.startswith("cuda"):
+    rank, gpus = run.ranks[0], run.run.machine.gpus
+    if not rank.device.startswith("cuda"):
         return None
     return next((gpu for gpu in gpus if gpu.uuid == rank.gpu_uuid), gpus[0] if len(gpus) == 1 else None)
 
 
-def _refuse_another_model(runs: Sequence[Run]) -> None:
+def _refuse_unfit(runs: Sequence[Run]) -> None:
     """A line through the memory of two models says nothing about either."""
-    counts = {run.folder: rank.memory.parameters for run in runs if (rank := _first_rank(run)) and rank.memory}
+    for run in runs:
+        if not run.ranks:
+            what = f"no process of {run.folder} was recorded: nothing is known of its memory and speed"
+            raise UsageError(what, "Plan from a run that has trained.")
+    counts = {run.folder: run.ranks[0].memory.parameters for run in runs if run.ranks[0].memory}
     (folder, count), *others = counts.items() or [("", 0)]
     for other, parameters in others:
         if parameters != count:
@@ -202,7 +202,7 @@ def vram_budget(runs: Sequence[Run]) -> VramBudget | None:
     seen = [
         (batch, rank.vram_peak_bytes, rank.memory)
         for run in runs
-        if (rank := _first_rank(run)) and rank.vram_peak_bytes is not None and rank.memory is not None
+        if (rank := run.ranks[0]).vram_peak_bytes is not None and rank.memory is not None
         if (batch := _batch_size(run)) is not None
     ]
     if not seen:
@@ -228,9 +228,9 @@ def _batches(
     runs: Sequence[Run], budget: VramBudget | None, batch: int | None, largest: int | None, total: int | None
 ) -> tuple[BatchCandidate, ...]:
     """The batch as it is, and its doublings that fit."""
-    rank = _first_rank(runs[0])
-    if budget is None or batch is None or not total or largest is None or rank is None:
+    if budget is None or batch is None or not total or largest is None:
         return ()
+    rank = runs[0].ranks[0]
     rate, optimizer = rank.learning_rate, rank.optimizers[0] if rank.optimizers else None
     deep = looks_deeply_supervised(runs[0].run.command)
     sizes = [batch]
@@ -264,10 +264,7 @@ def _on_gpu(name: str, budget: VramBudget, batch: int | None) -> GpuCandidate:
     return GpuCandidate(name, GPU_GIB[name], largest, fits, parts)
 
 
-def _lacks(run: Run, budget: VramBudget | None, gpu: GpuReading | None, batch: int | None, steps: int) -> Iterator[str]:
-    if not run.ranks:
-        yield "no process of the run was recorded: nothing is known of its memory and speed"
-        return
+def _lacks(budget: VramBudget | None, gpu: GpuReading | None, batch: int | None, steps: int) -> Iterator[str]:
     if steps < FEWEST_STEPS:
         yield f"the run trained {'one step' if steps else 'no step'}: nothing is known of its speed"
     if gpu is None:
@@ -283,15 +280,15 @@ def _lacks(run: Run, budget: VramBudget | None, gpu: GpuReading | None, batch: i
         )
 
 
-def _loader_memory(run: Run, rank: RankRecord, samples_per_s: float | None) -> tuple[LoaderMemory, ...]:
+def _loader_memory(run: Run, samples_per_s: float | None) -> tuple[LoaderMemory, ...]:
     """Rows for 0, 1, 2, 4 … workers up to the usable CPUs, with the settings in force among them.
 
     ``samples_per_s`` is what all ranks together can take.
     """
-    loader = next((found for found in rank.loaders if found.role == "train"), None)
+    rank, machine, ranks = run.ranks[0], run.run.machine, len(run.ranks)
+    loader = next(iter(training_loaders(rank)), None)
     if loader is None:
         return ()
-    machine, ranks = run.run.machine, max(1, len(run.ranks))
     usable = max(1, int(machine.cpu.usable))
     limit = machine.mem_limit_bytes or machine.mem_total_bytes
     used = [sample.host.mem_used_bytes for sample in run.samples if sample.host.mem_used_bytes is not None]
