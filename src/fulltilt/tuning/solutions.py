@@ -76,39 +76,33 @@ def solutions(
 
 def risk_of(trial: Trial, streams: bool = False) -> str:
     """What a setting may cost, in a few words."""
-    settings, risks = trial.settings, []
-    if streams and settings.num_workers is not None:
-        risks.append("low: the samples of the stream come in another order")
-    if settings.batch_size is not None and not settings.accumulation:
-        risks.append("medium: another batch size")
-    if settings.accumulation is not None:
-        risks.append("low: the same effective batch")
-    if settings.precision is not None:
-        risks.append(f"medium: computes in {settings.precision}")
-    if settings.compile:
-        risks.append("medium: recompiles when shapes change")
-    if trial.vram_peak_bytes and trial.vram_total_bytes and trial.vram_peak_bytes > FULL_VRAM * trial.vram_total_bytes:
-        risks.append(f"higher: {trial.vram_peak_bytes / trial.vram_total_bytes:.0%} of VRAM in use")
-    return "; ".join(risks) or "low: the same training"
+    settings = trial.settings
+    vram_share = (trial.vram_peak_bytes or 0) / (trial.vram_total_bytes or math.inf)
+    risks = {
+        "low: the samples of the stream come in another order": streams and settings.num_workers is not None,
+        "medium: another batch size": settings.batch_size is not None and not settings.accumulation,
+        "low: the same effective batch": settings.accumulation is not None,
+        f"medium: computes in {settings.precision}": settings.precision is not None,
+        "medium: recompiles when shapes change": settings.compile,
+        f"higher: {vram_share:.0%} of VRAM in use": vram_share > FULL_VRAM,
+    }
+    return "; ".join(risk for risk, is_so in risks.items() if is_so) or "low: the same training"
 
 
 def in_words(settings: Settings, current: Settings | None = None) -> str:
-    """Settings as a user reads them: ``8 workers, prefetch 4, pinned, kept``."""
+    """Settings as a user reads them: ``8 workers, prefetch 4, pinned, persistent``."""
     shown = settings if current is None else current
-    words = []
-    if shown.num_workers is not None:
-        words.append(figures.count("worker", shown.num_workers))
-    if shown.prefetch_factor is not None and shown.num_workers != 0:
-        words.append(f"prefetch {shown.prefetch_factor}")
-    words += ["pinned"] if shown.pin_memory else []
-    words += ["persistent"] if shown.persistent_workers else []
-    if settings.batch_size is not None:
-        words.append(f"batch {settings.batch_size}")
-    if settings.accumulation is not None:
-        words.append(f"accumulation {settings.accumulation}")
-    words += [settings.precision] if settings.precision else []
-    words += ["compiled"] if settings.compile else []
-    return ", ".join(words) or "as it is"
+    words = {
+        figures.count("worker", shown.num_workers or 0): shown.num_workers is not None,
+        f"prefetch {shown.prefetch_factor}": shown.prefetch_factor is not None and shown.num_workers != 0,
+        "pinned": shown.pin_memory,
+        "persistent": shown.persistent_workers,
+        f"batch {settings.batch_size}": settings.batch_size is not None,
+        f"accumulation {settings.accumulation}": settings.accumulation is not None,
+        str(settings.precision): settings.precision is not None,
+        "compiled": settings.compile,
+    }
+    return ", ".join(word for word, is_so in words.items() if is_so) or "as it is"
 
 
 def by_hand(settings: Settings) -> tuple[str, ...]:
