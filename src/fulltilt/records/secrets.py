@@ -68,11 +68,11 @@ def mask_config(value: Any, name: str = "") -> Any:
 
 def mask_text(text: str) -> str:
     """A line of code or of a message without the secrets in it."""
-    return _masked(text, os.environ.get(PATTERNS_VARIABLE, ""))
+    return _masked_text(text, os.environ.get(PATTERNS_VARIABLE, ""))
 
 
 @lru_cache(4096)  # the recorder names the same lines over and over, in the user's own process
-def _masked(text: str, _patterns: str) -> str:
+def _masked_text(text: str, _patterns: str) -> str:
     def assigned(match: re.Match[str]) -> str:
         value = match["value"]
         quote = value[0] if value[0] in "\"'" else ""
