@@ -16,7 +16,17 @@ from fulltilt.diagnosis.rules.gpu import (
     sync_point,
     transfer_blocking,
 )
-from fulltilt.records import Abstention, Finding, HotLine, KernelRecord, PrecisionRecord, Run, Settings, TransferRecord
+from fulltilt.records import (
+    Abstention,
+    CompileRecord,
+    Finding,
+    HotLine,
+    KernelRecord,
+    PrecisionRecord,
+    Run,
+    Settings,
+    TransferRecord,
+)
 from tests.diagnosis.examples import gpu, gpu_rank, loader, rank, run_of, sampled, spans_of
 
 FP32 = PrecisionRecord(None, "float32", False, False)
@@ -133,6 +143,14 @@ def test_gaps_between_kernels_are_launch_bound() -> None:
     assert finding.predicted_speedup == (1.85, 12.5)
     assert batch_too_small(gather(run)) is None
     assert [f.code for f in answer(run).findings] == ["launch_bound", "host_code"]
+
+
+def test_what_breaks_a_compiled_graph_is_named_where_launching_limits() -> None:
+    compiled = CompileRecord(3, 8.0, graph_breaks=2, break_reasons=("Unsupported Tensor.item() call",))
+    run = on_gpu({"vram_used_bytes": 10**9}, {"host_code": 60.0, "compute": 40.0}, launch_s=55.0, compile=compiled)
+    finding = found(launch_bound(gather(run)))
+    assert "torch.compile broke the graph 2 times: Unsupported Tensor.item() call" in finding.evidence
+    assert finding.fix.startswith("Mend what breaks the compiled graph: torch.compile(model, fullgraph=True)")
 
 
 def test_few_gaps_are_left_alone_and_unmeasured_ones_not_judged() -> None:

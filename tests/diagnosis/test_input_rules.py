@@ -31,7 +31,19 @@ from fulltilt.records import (
     Span,
     StorageReading,
 )
-from tests.diagnosis.examples import BATCH, STEPS, gpu_rank, loader, machine, rank, run_of, spans_of, workers
+from tests.diagnosis.examples import (
+    BATCH,
+    STEPS,
+    gpu_rank,
+    host,
+    loader,
+    machine,
+    rank,
+    run_of,
+    sampled,
+    spans_of,
+    workers,
+)
 
 INPUT_RULES = (input_serial, input_cpu_bound, input_io_bound, input_handover)
 
@@ -186,6 +198,19 @@ def test_serial_loading_that_only_waits_may_have_more_workers_than_cpus() -> Non
     finding = found(input_serial(gather(serial(cpus=2.0, wait_s=90.0, cpu_s=1.0))))
     assert "num_workers=8" in finding.fix  # 4 for each CPU at most
     assert finding.predicted_speedup == (4.87, 9.6)
+
+
+def test_serial_loading_that_has_no_cpu_is_not_taken_for_waiting() -> None:
+    run = serial(cpus=2.0, wait_s=90.0, cpu_s=30.0)
+    crowded = replace(run, ranks=(replace(run.ranks[0], cpu_wait_s=60.0),))
+    crowded = replace(crowded, samples=sampled(host_reading=host(cpu_pct=99.0, tree_cpu_pct=40.0)))
+    finding = found(input_serial(gather(crowded)))
+    assert any("33 % of it on the CPU, 60 % waiting for a CPU" in fact for fact in finding.evidence)
+    assert any("other processes had 80 % of the CPUs" in fact for fact in finding.evidence)
+    assert "which mostly wait" not in finding.fix
+    assert "Other processes on the machine take the CPUs" in finding.fix
+    assert finding.predicted_speedup is not None
+    assert finding.predicted_speedup[0] == 1.0
 
 
 def test_a_compute_heavy_cpu_job_leaves_the_loader_little() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -73,6 +74,18 @@ def test_data_late_on_any_rank_blames_no_rank() -> None:
     finding = next(found for found in answer(run(works)).findings if found.code == "straggler")
     assert "now this, now that" in finding.evidence[0]
     assert "prefetch_factor" in finding.fix
+
+
+def test_ranks_that_exchange_nothing_do_not_wait_for_each_other() -> None:
+    works, choose = even(), Random(5)
+    for step in range(60):
+        works[choose.randrange(4)][step]["data_wait_s"] = STEP_S
+    made = run(works)
+    apart = tuple(
+        tuple(replace(span, buckets=replace(span.buckets, communication_s=1e-6)) for span in spans)
+        for spans in made.spans
+    )
+    assert "straggler" not in [found.code for found in answer(replace(made, spans=apart)).findings]
 
 
 def test_a_rank_is_compared_with_the_fastest_and_its_own_past() -> None:

@@ -16,10 +16,15 @@ def backend(module, inputs):
     return module.forward
 model = torch.nn.Linear(64, 4)
 compiled = torch.compile(model, backend=backend, dynamic=False)
+@torch.compile(backend="eager")
+def scaled(rows):
+    rows = rows * 2
+    torch._dynamo.graph_break()
+    return rows / 2
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 for step in range(150):
     rows = torch.randn(64 if step < 100 else 32, 64)
-    loss = compiled(rows).square().mean()
+    loss = compiled(scaled(rows) if step == 0 else rows).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -33,7 +38,9 @@ def test_compiling_again_is_start_up_with_its_reason(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fulltilt", "run", "--out", "out", "job.py"]
     assert subprocess.run(command, check=False, cwd=tmp_path, timeout=240).returncode == 0
     record = json.loads((tmp_path / "out/rank-0.json").read_text())["compile"]
-    assert record["compiles"] == 2
+    assert record["compiles"] == 4  # two of the model, and a function in two parts
+    assert record["graph_breaks"] == 1
+    assert "graph_break()" in record["break_reasons"][0]
     assert record["recompiles"] == 1
     assert record["seconds"] > 2.0
     assert "size mismatch" in record["recompile_lines"][0]["call"]

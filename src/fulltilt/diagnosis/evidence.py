@@ -220,7 +220,7 @@ def _input_of(
     workers = next((record for record in rank.workers if record.loader_id == loader.loader_id), None)
     own = (live for live in rank.live if live.loader_id == loader.loader_id)
     live = next(own, next(iter(rank.live), None))
-    return loader, workers, live, measure_supply(loader, workers, spans, live)
+    return loader, workers, live, measure_supply(loader, workers, spans, live, rank.cpu_wait_s)
 
 
 def waited_behind_loaders_s(rank: RankRecord, data_wait_s: float) -> float:

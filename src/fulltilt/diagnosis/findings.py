@@ -127,6 +127,12 @@ def time_spent(evidence: Evidence, what: str, cost_s: float) -> str:
     )
 
 
+OTHERS_TAKE_CPUS = (
+    "Other processes on the machine take the CPUs: give the job CPUs of its own (a cgroup, Slurm's --cpus-per-task and "
+    "--exclusive), or end them."
+)
+
+
 def neighbours(evidence: Evidence) -> list[str]:
     """A fact for what CPUs limit: other processes had a large part of them."""
     others = evidence.host.others_share

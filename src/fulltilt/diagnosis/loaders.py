@@ -145,13 +145,20 @@ def sampling_share(loader: LoaderRecord) -> float:
 
 
 def measure_supply(
-    loader: LoaderRecord, workers: WorkerRecord | None, spans: Spans, tuned: LiveRecord | None = None
+    loader: LoaderRecord,
+    workers: WorkerRecord | None,
+    spans: Spans,
+    tuned: LiveRecord | None = None,
+    thread_cpu_wait_s: float | None = None,
 ) -> Supply | None:
-    """What a loader's batches cost, by its rank's spans and what live tuning did to it; None: not measured."""
+    """What a loader's batches cost, by its rank's spans and what live tuning did to it; None: not measured.
+
+    ``thread_cpu_wait_s`` is how long the training thread, which fetches where there are no workers, had no CPU.
+    """
     if loader.batches == 0 or not loader.samples:
         return None
     if loader.num_workers == 0:
-        return _serial_supply(loader)
+        return _serial_supply(loader, spans, thread_cpu_wait_s or 0.0)
     if workers is None or workers.batches == 0 or workers.fetch_s / workers.batches <= 0:
         return None
     outside_cpu_s = max(workers.process_cpu_s - workers.fetch_cpu_s, 0.0)
@@ -191,12 +198,24 @@ def _paused_s(number: int, workers: WorkerRecord, spans: Spans) -> float:
     return min(max(workers.fetch_s + workers.idle_s - number * drawing_s, 0.0), number * pauses_s)
 
 
-def _serial_supply(loader: LoaderRecord) -> Supply | None:
+def _serial_supply(loader: LoaderRecord, spans: Spans, cpu_wait_s: float) -> Supply | None:
     batch_s = (loader.wait_s + loader.first_wait_s) / loader.batches
     batch_cpu_s = min(loader.wait_cpu_s / loader.batches, batch_s)
     if loader.samples is None or batch_s <= 0:
         return None
-    return Supply(0, loader.samples / loader.batches, batch_s, batch_cpu_s, batch_s, busy_share=batch_cpu_s / batch_s)
+    buckets = sum_buckets(span.buckets for span in spans)
+    active_s = max(buckets.total_s - buckets.startup_s, 1e-9)
+    # The thread lacks a CPU as often while it fetches as at other times: nobody reads that clock at each batch.
+    queue_s = min(batch_s * min(cpu_wait_s / active_s, 1.0), batch_s - batch_cpu_s)
+    return Supply(
+        workers=0,
+        samples_per_batch=loader.samples / loader.batches,
+        batch_s=batch_s,
+        batch_cpu_s=batch_cpu_s,
+        fetch_s=batch_s,
+        queue_s=queue_s,
+        busy_share=(batch_cpu_s + queue_s) / batch_s,
+    )
 
 
 def loader_ceiling(

@@ -541,6 +541,8 @@ class CompileRecord:
     seconds: float
     recompiles: int = 0
     recompile_lines: tuple[HotLine, ...] = ()
+    graph_breaks: int = 0
+    break_reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

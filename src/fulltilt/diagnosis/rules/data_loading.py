@@ -7,6 +7,7 @@ import re
 
 from fulltilt.diagnosis.evidence import Evidence, training_loaders, waited_behind_loaders_s
 from fulltilt.diagnosis.findings import (
+    OTHERS_TAKE_CPUS,
     Gain,
     Judgement,
     Severity,
@@ -138,13 +139,15 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
         who = (
             f"threads of {loader.made_by}'s fetch" if beside and line and line.waits else "the training thread fetches"
         )
+        queueing = supply.queue_s / supply.batch_s
         facts.append(
             f"{how}: {who} each batch itself, {seconds(supply.batch_s)} a batch, "
-            f"{percent(supply.busy_share or 0.0)} of it on the CPU"
+            f"{percent(supply.batch_cpu_s / supply.batch_s)} of it on the CPU"
+            + (f", {percent(queueing)} waiting for a CPU" if queueing >= LIMITS.warn_share else "")
         )
     if line and loader.wait_s > 0:
         facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")
-    facts += rates(evidence)
+    facts += rates(evidence) + (others := neighbours(evidence))
     if beside is None:
         fix = _set_workers(evidence, loader, workers)
     else:
@@ -159,6 +162,9 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
             "or every worker yields all of it."
         )
     predicted = plan.gain if plan else gain_without_wait(evidence)
+    if others:  # workers would have to share the CPUs with them as well
+        fix += f" {OTHERS_TAKE_CPUS}"
+        predicted = gain(1.0, predicted[1])
     return _waiting(evidence, "input_serial", facts, fix, loader.where, predicted)
 
 
@@ -271,7 +277,7 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
         return special
     line = costliest_line(evidence)
     facts = [_worker_time(supply, limit), *fetching_line(evidence), *rates(evidence)]
-    facts += neighbours(evidence) if limit is Limit.CPU else []
+    facts += (others := neighbours(evidence) if limit is Limit.CPU else [])
     plan = plan_workers(evidence)
     if plan and plan.raises:
         kept = {} if loader.persistent_workers else {"persistent_workers": True}
@@ -283,13 +289,15 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
         predicted = plan.gain
     else:
         fix, predicted = _cheaper_fetch(evidence, loader, limit, line), _line_gain(evidence, line)
+    if others:
+        fix += f" {OTHERS_TAKE_CPUS}"
     if limit is Limit.IO:
         read = evidence.workers.read_bytes if evidence.workers else None
         if read is not None and read >= LIMITS.storage_read_bytes_per_s * evidence.active_s:
             facts.append(f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s")
         elif read is not None:
-            others = "the network file system" if _stage_data(evidence) else "a lock, a sleep or a service"
-            facts.append(f"the workers read only {size(read)} from storage: they wait for {others}")
+            waited_for = "the network file system" if _stage_data(evidence) else "a lock, a sleep or a service"
+            facts.append(f"the workers read only {size(read)} from storage: they wait for {waited_for}")
         facts += _storage_kind(evidence)
         fix += _stage_data(evidence)
     return _waiting(evidence, code, facts, fix, line.where if line else loader.where, predicted)

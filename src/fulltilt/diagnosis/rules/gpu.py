@@ -26,7 +26,7 @@ from fulltilt.diagnosis.gpu_summary import (
 )
 from fulltilt.diagnosis.ledger import gpu_step_words
 from fulltilt.diagnosis.thresholds import LIMITS
-from fulltilt.figures import capital, number, percent, seconds, size
+from fulltilt.figures import capital, count, number, percent, seconds, size
 from fulltilt.records import Abstention, GpuSummary, TransferRecord
 
 # --------------------------------------------------------------------------- too little work at a time
@@ -353,6 +353,10 @@ def launch_bound(evidence: Evidence) -> Judgement:
     fixes = ['capture the step in CUDA graphs: model = torch.compile(model, mode="reduce-overhead")']
     if rank.precision and rank.precision.compiled:
         fixes = ['the model is compiled; mode="reduce-overhead" also captures it in CUDA graphs']
+    if rank.compile and rank.compile.graph_breaks:
+        reasons = f": {'; '.join(rank.compile.break_reasons[:2])}" if rank.compile.break_reasons else ""
+        facts.append(f"torch.compile broke the graph {count('time', rank.compile.graph_breaks)}{reasons}")
+        fixes.insert(0, "mend what breaks the compiled graph: torch.compile(model, fullgraph=True) names its line")
     fusible = [name for name in rank.optimizers if name in ("Adam", "AdamW", "SGD", "Adagrad")]
     if fusible:
         fixes.append(f"update all parameters in one kernel: {fusible[0]}(..., fused=True)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fulltilt.diagnosis.evidence import Evidence, crowding
 from fulltilt.diagnosis.findings import (
+    OTHERS_TAKE_CPUS,
     Judgement,
     Severity,
     amdahl,
@@ -195,10 +196,7 @@ def launch_contended(evidence: Evidence) -> Judgement:
     elif own:
         fix = "Leave the training thread a CPU: fewer threads and processes beside it (OMP_NUM_THREADS, loggers)."
     else:
-        fix = (
-            "Other processes on the machine take the CPUs: give the job CPUs of its own (a cgroup, Slurm's "
-            "--cpus-per-task and --exclusive), or end them."
-        )
+        fix = OTHERS_TAKE_CPUS
     return found(evidence, "launch_contended", cost_s, facts, fix, where, by_removing(share))
 
 

@@ -82,9 +82,11 @@ def _uneven(evidence: Evidence) -> Judgement:
     steps = evidence.rank_steps
     if steps is None or len(steps.events) < LEAST_EVENTS or steps.steady():
         return None
-    waits_s = sum(min(event.data_wait_s, event.late_s) for event in steps.events)
+    late_s = sum(min(event.data_wait_s, event.late_s) for event in steps.events)
+    # Ranks that exchange nothing do not wait for each other.
+    waits_s = min(late_s, max(rank.buckets.communication_s for rank in evidence.ranks))
     share = evidence.share(waits_s)
-    if share < LIMITS.wandering_share or waits_s < steps.late_s / 2:
+    if share < LIMITS.wandering_share or late_s < steps.late_s / 2:
         return None
     often = sorted(evidence.ranks, key=lambda rank: -(rank.last_share or 0.0))[:3]
     facts = [

@@ -76,6 +76,7 @@ class CompileHooks:
                 words = " ".join(reason.splitlines()[0].split("#")[0].split(": ", 1)[-1].split())
                 again[spot] = (seconds + (metrics.entire_frame_compile_time_s or 0.0), times + 1, words)
         lines = sorted(again.items(), key=lambda item: -item[1][0])[:MOST_LINES]
+        breaks = dict(dynamo.counters.get("graph_break", {}))
         return CompileRecord(
             compiles=compiles,
             seconds=self._seconds,
@@ -84,4 +85,6 @@ class CompileHooks:
                 HotLine(where, function, seconds, f"{times} times: {words}")
                 for (where, function), (seconds, times, words) in lines
             ),
+            graph_breaks=sum(breaks.values()),
+            break_reasons=tuple(reason.splitlines()[0] for reason in list(breaks)[:MOST_LINES] if reason),
         )
