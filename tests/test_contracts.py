@@ -217,7 +217,7 @@ def test_imports_go_downward_only(house: Path) -> None:
     [
         ("records/run.py", "import fulltilt.store", "fulltilt.records is not allowed to import fulltilt.store"),
         (
-            "diagnosis/loaders.py",
+            "diagnosis/loader_bottleneck.py",
             "import fulltilt.report",
             "fulltilt.diagnosis is not allowed to import fulltilt.report",
         ),

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from fulltilt import store
-from fulltilt.recorder.job_command import launched_task
+from fulltilt.recorder.launchers import launched_task
 from fulltilt.records import Task
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -7,7 +7,7 @@ import pytest
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import Evidence, gather, one_loader_a_line
 from fulltilt.diagnosis.findings import Judgement
-from fulltilt.diagnosis.loaders import Limit
+from fulltilt.diagnosis.loader_bottleneck import Limit
 from fulltilt.diagnosis.rules.data_loading import (
     dataset_pickled,
     epoch_restart,

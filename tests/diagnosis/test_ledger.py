@@ -12,7 +12,7 @@ from fulltilt.diagnosis.ledger import (
     mean_step,
     measure_throughput,
 )
-from fulltilt.diagnosis.rank_steps import compare_ranks
+from fulltilt.diagnosis.stragglers import compare_ranks
 from fulltilt.records import Buckets, GpuStep, KernelRecord, Phases, Span
 from tests.diagnosis.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of, workers
 

@@ -13,7 +13,7 @@ import torch
 
 from fulltilt.recorder.attribution import Seen
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.stacks.frames import Evaluation, LoopFrames, StackView
+from fulltilt.recorder.stacks.frames import LoopFrames, StackView
 from fulltilt.recorder.stacks.stack_sampler import (
     EARLY_SAMPLE_EVERY_S,
     LATE_NS,
@@ -22,6 +22,7 @@ from fulltilt.recorder.stacks.stack_sampler import (
     StackSampler,
 )
 from fulltilt.recorder.steps import LONG_STEP_NS, AfterStep, Rest
+from fulltilt.recorder.validation import Evaluation
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fulltilt.diagnosis.loaders import joined_lines
+from fulltilt.diagnosis.loader_bottleneck import joined_lines
 from fulltilt.records import Buckets, HotLine, Ledger, Throughput
 from fulltilt.report import run_view
 from fulltilt.report.run_view import compare, loader_sites, step_picture, told_apart

@@ -24,7 +24,7 @@ from fulltilt.train import checkpoint, progress
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.guards import StepFigures
 from fulltilt.train.loop import train
-from fulltilt.train.metrics_log import MetricLog
+from fulltilt.train.metrics import MetricLog
 from fulltilt.train.progress import Screen, Terminal
 from fulltilt.train.record import IdleGpu
 from tests.diagnosis.examples import loader

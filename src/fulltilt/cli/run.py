@@ -30,7 +30,8 @@ from fulltilt.probes.cgroup import oom_kills
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
 from fulltilt.recorder import attach
-from fulltilt.recorder.job_command import job_command, job_name, launched_task, task_name
+from fulltilt.recorder.job_command import job_command, job_name
+from fulltilt.recorder.launchers import launched_task, task_name
 from fulltilt.recorder.loaders.settings_file import read_settings
 from fulltilt.records import RunRecord, Sample, Settings, Task
 

@@ -6,8 +6,15 @@ from dataclasses import dataclass, replace
 
 from fulltilt.diagnosis import ledger as ledgers
 from fulltilt.diagnosis.gpu_summary import HostSummary, dense_peak, summarise_gpus, summarise_host
-from fulltilt.diagnosis.loaders import Limit, Supply, find_limit, loader_ceiling, measure_supply, one_loader_a_line
-from fulltilt.diagnosis.rank_steps import RankSteps, align, compare_ranks
+from fulltilt.diagnosis.loader_bottleneck import (
+    Limit,
+    Supply,
+    find_limit,
+    loader_ceiling,
+    measure_supply,
+    one_loader_a_line,
+)
+from fulltilt.diagnosis.stragglers import RankSteps, align, compare_ranks
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import percent
 from fulltilt.records import (

@@ -7,8 +7,8 @@ import signal
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import amdahl
 from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
-from fulltilt.diagnosis.rank_steps import Standstill, standstill
 from fulltilt.diagnosis.rules.live_tuning import live_words
+from fulltilt.diagnosis.stragglers import Standstill, standstill
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import capital, count, number, percent, seconds, times
 from fulltilt.records import BUCKETS, Finding, RankRecord, Run, RunRecord, Verdict

@@ -25,7 +25,7 @@ from fulltilt.probes.host import HostProbe
 from fulltilt.probes.machine import describe_machine
 from fulltilt.probes.sampler import Sampler
 from fulltilt.recorder import attach
-from fulltilt.recorder.job_command import launched_task, task_name
+from fulltilt.recorder.launchers import launched_task, task_name
 from fulltilt.recorder.loaders.loader_taps import TappedIterable
 from fulltilt.recorder.marks import Activity, EpochBegan, EvalMode, Point
 from fulltilt.recorder.recorder import Recorder

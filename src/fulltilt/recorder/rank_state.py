@@ -14,7 +14,7 @@ from typing import Any
 from fulltilt import records
 from fulltilt.recorder import attach
 from fulltilt.recorder.intervals import IntervalBuilder
-from fulltilt.recorder.job_command import RANKED
+from fulltilt.recorder.launchers import RANKED
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.workers import WorkerTotals, allowed_cpus, run_delay_s
 from fulltilt.recorder.marks import Activity

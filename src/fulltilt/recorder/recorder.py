@@ -25,9 +25,10 @@ from fulltilt.recorder.intervals import IntervalBuilder
 from fulltilt.recorder.marks import Activity, BookedAtRest, EvalMode, Finished, Point, Rested
 from fulltilt.recorder.rank_files import RankFiles
 from fulltilt.recorder.rank_state import RankState
-from fulltilt.recorder.stacks.frames import Evaluation, LoopFrames
+from fulltilt.recorder.stacks.frames import LoopFrames
 from fulltilt.recorder.stacks.stack_sampler import StackSampler
 from fulltilt.recorder.steps import LONG_STEP_FACTOR, LONG_STEP_NS, LONG_STEP_ON_GPU_NS, Rest, plan
+from fulltilt.recorder.validation import Evaluation
 
 DRAIN_EVERY_S = 0.2
 WRITE_EVERY_S = 1.0

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import TypeAlias
 
 from fulltilt import figures
-from fulltilt.diagnosis.loaders import joined, joined_lines
+from fulltilt.diagnosis.loader_bottleneck import joined, joined_lines
 from fulltilt.figures import NOT_MEASURED, clean, count, number, one_line, percent, seconds, whole
 from fulltilt.records import (
     DeepRecord,

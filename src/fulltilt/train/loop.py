@@ -24,7 +24,7 @@ from fulltilt.train.data_source import StepData, split_batch, to_device
 from fulltilt.train.distributed import Group
 from fulltilt.train.guards import RankDoesNotFit, StepFigures, explain_dead_worker, is_out_of_memory
 from fulltilt.train.job import Job, plain_metrics, value_and_means
-from fulltilt.train.metrics_log import AsyncMetrics, EpochTotals
+from fulltilt.train.metrics import AsyncMetrics, EpochTotals
 from fulltilt.train.progress import Screen
 from fulltilt.train.record import TrainingRecord, profiled_steps
 from fulltilt.train.stop import StopRequest, Watchdog

@@ -28,7 +28,7 @@ from fulltilt.report.console import can_redraw, encodable
 from fulltilt.report.status_line import memory_line, status_line
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.guards import StepFigures
-from fulltilt.train.metrics_log import MetricLog
+from fulltilt.train.metrics import MetricLog
 
 Reading = TypeVar("Reading", HostReading, GpuReading)
 

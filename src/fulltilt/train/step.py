@@ -23,7 +23,7 @@ from fulltilt.train.data_source import split_batch, to_device
 from fulltilt.train.distributed import Group, SingleProcess, local_shard
 from fulltilt.train.guards import MicroBatch, RankDoesNotFit, is_out_of_memory
 from fulltilt.train.job import Job, value_and_means, with_gradient
-from fulltilt.train.metrics_log import EpochTotals
+from fulltilt.train.metrics import EpochTotals
 from fulltilt.train.optimizers import Ema
 
 Say = Callable[[str], None]

@@ -19,7 +19,7 @@ from fulltilt.train.data_source import Source
 from fulltilt.train.distributed import bit_hash, local_shard, sharded_like
 from fulltilt.train.guards import Guard, MicroBatch, Stateful
 from fulltilt.train.job import Job, Stage, samples_in
-from fulltilt.train.metrics_log import EpochTotals
+from fulltilt.train.metrics import EpochTotals
 from fulltilt.train.progress import Screen
 from fulltilt.train.random_states import RandomStates
 from fulltilt.train.step import Stepper

@@ -27,7 +27,7 @@ from fulltilt.diagnosis.findings import (
 )
 from fulltilt.diagnosis.ledger import hung_stretch
 from fulltilt.diagnosis.libraries import beside_training, divides_itself, keeps_workers, shards_limit, worker_setting
-from fulltilt.diagnosis.loaders import Limit, Supply, sampling_share
+from fulltilt.diagnosis.loader_bottleneck import Limit, Supply, sampling_share
 from fulltilt.diagnosis.preflight import PLACES
 from fulltilt.diagnosis.rules.worker_count import (
     WorkerPlan,

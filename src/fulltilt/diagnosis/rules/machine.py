@@ -18,7 +18,7 @@ from fulltilt.diagnosis.findings import (
     time_spent,
 )
 from fulltilt.diagnosis.gpu_summary import vram_used_share
-from fulltilt.diagnosis.loaders import Limit, is_crowded
+from fulltilt.diagnosis.loader_bottleneck import Limit, is_crowded
 from fulltilt.diagnosis.rules.worker_count import allowed_workers
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import capital, count, cpus, number, percent, seconds, size

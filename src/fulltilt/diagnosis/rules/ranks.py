@@ -15,7 +15,7 @@ from fulltilt.diagnosis.findings import (
     share_left,
     time_spent,
 )
-from fulltilt.diagnosis.rank_steps import LEAST_EVENTS
+from fulltilt.diagnosis.stragglers import LEAST_EVENTS
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import count, percent, seconds
 from fulltilt.records import Abstention, FindingCode, RankSummary

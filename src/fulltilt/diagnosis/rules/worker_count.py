@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fulltilt.diagnosis.evidence import Evidence, training_loaders
 from fulltilt.diagnosis.findings import Gain, amdahl, by_removing, by_speeding_up, gain
-from fulltilt.diagnosis.loaders import Supply
+from fulltilt.diagnosis.loader_bottleneck import Supply
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.records import Abstention, FindingCode
 

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
 from typing import Any
 
 from fulltilt.recorder.hooks import Function, Patches, timed
@@ -18,8 +17,8 @@ from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
 from fulltilt.recorder.rank_state import memory_parts
 from fulltilt.recorder.recorder import Recorder
-from fulltilt.recorder.stacks.frames import callers, function_that_switches, users_line
-from fulltilt.recorder.user_code import owner
+from fulltilt.recorder.stacks.frames import users_line
+from fulltilt.recorder.validation import Generation
 from fulltilt.records import MemoryRecord
 
 
@@ -81,49 +80,8 @@ def watch_garbage_collector(patches: Patches, recorder: Recorder) -> None:
 ASK_REPLICAS_EVERY = 16
 # Where an optimizer or backward() follows, it does with the first batch.
 GRADIENTS_ALONE = 3
-# A function that switches the model for a batch under way this often makes what is trained on.
-GENERATES_AFTER = 3
 # An early step, but not the first: some optimizers make their states later.
 ASK_MEMORY_AT = 3
-
-
-@dataclass
-class Generation:
-    """Functions that switch the model for a batch that it is then trained on: text for a reward, pseudo-labels.
-
-    A batch has been drawn and waits for its backward, and none is drawn for an evaluation until the model is back.
-    """
-
-    _seen: dict[CodeType, int] = field(default_factory=dict)
-    _under_way: tuple[CodeType, int] | None = None
-
-    def began(self, taps: LoaderTaps, frame: FrameType) -> None:
-        """A function switches the trained model to evaluation mode."""
-        code = _switching_code(frame)
-        waits = taps.feeding is not None and taps.feeding.trains and taps.unused
-        self._under_way = (code, _drawn_for_evaluation(taps)) if code is not None and waits else None
-
-    def ended(self, taps: LoaderTaps) -> None:
-        """The model is back in training mode."""
-        if self._under_way is not None:
-            code, drawn = self._under_way
-            self._under_way = None
-            if drawn == _drawn_for_evaluation(taps):
-                self._seen[code] = self._seen.get(code, 0) + 1
-
-    def is_known(self, frame: FrameType) -> bool:
-        """Whether this function has done so often enough to be believed."""
-        code = _switching_code(frame) if self._seen else None
-        return code is not None and self._seen.get(code, 0) >= GENERATES_AFTER
-
-
-def _drawn_for_evaluation(taps: LoaderTaps) -> int:
-    return sum(tap.eval_batches for tap in taps.all)
-
-
-def _switching_code(frame: FrameType | None) -> CodeType | None:
-    codes = (caller.f_code for caller in callers(frame))
-    return next((code for code in codes if not owner(code.co_filename).startswith("torch")), None)
 
 
 @dataclass
@@ -417,28 +375,22 @@ class StepHooks:
                 return original(module, mode)
             finally:
                 self._depth_of_train -= 1
+                frame = sys._getframe(1)
                 changes = recorder.eval_mode == bool(mode) or recorder.evaluation.in_sight
-                if changes and self._is_trained(module) and (mode or not self._is_rollout(module, sys._getframe(1))):
-                    self._generation.ended(self._taps) if mode else self._generation.began(self._taps, sys._getframe(1))
+                concerns = changes and self._is_trained(module)
+                if concerns and (mode or not self._generation.is_rollout(self._taps, module, frame)):
                     recorder.wake()
                     if mode:
+                        self._generation.ended(self._taps)
                         recorder.evaluation.forget()
                     else:
-                        recorder.evaluation.switched(module, sys._getframe(1), recorder.loop_frames.loop)
+                        self._generation.began(self._taps, frame)
+                        recorder.evaluation.switched(module, frame, recorder.loop_frames.loop)
                     recorder.eval_mode = not mode
                     self._taps.was_evaluating = recorder.eval_mode
                     recorder.switch(recorder.activity, EvalMode(not mode), Point.EVAL)
 
         return train
-
-    def _is_rollout(self, module: Any, frame: FrameType) -> bool:
-        """Whether a library switches its model to make what it trains on, as in reinforcement learning.
-
-        No loader brings anything there. A script of the user's that has none may well validate.
-        """
-        if self._generation.is_known(frame):
-            return True
-        return not any(tap.trains for tap in self._taps.all) and function_that_switches(module, frame) is None
 
     def _is_trained(self, module: Any) -> bool:
         parameter = next((p for p in module.parameters() if p.requires_grad), None)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
 import signal
-from collections.abc import Sequence
-from statistics import fmean, pvariance
 from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence, gather
@@ -15,6 +12,7 @@ from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
 from fulltilt.tuning.space import LOADER_SETTINGS, Attempt, is_loader_only
 from fulltilt.tuning.trial.run_trial import Ended
 from fulltilt.tuning.trial.throughput import Answer, TrainingLoader, rate_of, wait_share_of
+from fulltilt.tuning.verification import worse_by
 
 State = Literal["ok", "oom", "crashed", "timed_out", "not_measured", "diverged", "throttled"]
 
@@ -185,29 +183,3 @@ def _how_it_ended(status: int, tail: str) -> str:
     lines = [line for line in tail.split("\n") if line.strip()]
     last = next((line.strip() for line in reversed(lines) if not line[0].isspace()), lines[-1].strip() if lines else "")
     return f"ended with exit code {status}" + (f": {last[:160]}" if last else "")
-
-
-# --------------------------------------------------------------------------- losses of two trials compared
-
-# Fewer common steps than this say nothing.
-LEAST_STEPS = 10
-# Worse by less than this share is no breakage: another order of the same sums differs by less, a broken one by more.
-TOLERATED = 0.05
-# And worse by less than so many standard errors is chance.
-SURE_ERRORS = 4.0
-
-
-def worse_by(start: Sequence[float], other: Sequence[float]) -> str | None:
-    """In words, how much worse ``other`` trains than ``start``; None where it is not clearly beyond the noise.
-
-    The later half of the steps that both made is compared.
-    """
-    common = min(len(start), len(other))
-    if common < LEAST_STEPS:
-        return None
-    ours, theirs = start[common // 2 : common], other[common // 2 : common]
-    before, after = fmean(ours), fmean(theirs)
-    error = math.sqrt((pvariance(ours) + pvariance(theirs)) / len(ours))
-    if after - before <= max(SURE_ERRORS * error, TOLERATED * abs(before)):
-        return None
-    return f"mean loss of steps {common // 2 + 1} to {common}: {after:.4g}, at the start settings {before:.4g}"

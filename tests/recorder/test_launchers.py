@@ -2,7 +2,7 @@
 
 import pytest
 
-from fulltilt.recorder.job_command import launched_task, task_name
+from fulltilt.recorder.launchers import launched_task, task_name
 from fulltilt.records import Task
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}

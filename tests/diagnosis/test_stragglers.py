@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from fulltilt.diagnosis import answer
-from fulltilt.diagnosis.rank_steps import RankSteps, align
+from fulltilt.diagnosis.stragglers import RankSteps, align
 from fulltilt.records import Buckets, Run, Span
 from tests.diagnosis.examples import gpu_rank, run_of
 

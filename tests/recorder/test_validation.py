@@ -15,13 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import fulltilt
 from fulltilt.diagnosis import answer
 from fulltilt.recorder.session import Session
-from fulltilt.recorder.stacks.frames import (
-    Evaluation,
-    Stack,
-    function_that_draws,
-    function_that_switches,
-    stack_of,
-)
+from fulltilt.recorder.stacks.frames import Stack, stack_of
+from fulltilt.recorder.validation import Evaluation, function_that_draws, function_that_switches
 
 
 def here() -> Stack:

@@ -1,0 +1,147 @@
+"""Whether the job validates: what ends a validation, and which switches to evaluation mode make no validation."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+from fulltilt.recorder.stacks.frames import GENERATOR, MODEL_CALL, Stack, callers, shown_line
+from fulltilt.recorder.user_code import owner
+
+if TYPE_CHECKING:
+    from fulltilt.recorder.loaders.loader_taps import LoaderTaps
+
+# A function that switches the model for a batch under way this often makes what is trained on.
+GENERATES_AFTER = 3
+
+
+class Evaluation:
+    """What is known of the evaluation under way: the model, the function that switched it, and the one that draws."""
+
+    def __init__(self) -> None:
+        self.declared = False
+        self.seen = 0  # signs of one so far
+        self.where: str | None = None  # the line of the training loop, or around it, that leads to one
+        self._model: weakref.ref[Any] | None = None
+        self._switching: CodeType | None = None
+        self._drawing: CodeType | None = None
+
+    @property
+    def in_sight(self) -> bool:
+        """Whether samples can tell when it is over. What the user declares ends where the user says so."""
+        return not self.declared and (self._model is not None or self._drawing is not None)
+
+    def declare(self, on: bool) -> None:
+        """The user says that it begins or ends here."""
+        self.forget()
+        self.declared = on
+        self.seen += on
+
+    def switched(self, model: Any, frame: FrameType | None, loop: frozenset[CodeType] = frozenset()) -> None:
+        """The trained model was switched to evaluation mode, by the function with this frame or by one behind it."""
+        self.where = self.where or line_in(loop, frame)
+        self._model, self._drawing = weakref.ref(model), None
+        self._switching = function_that_switches(model, frame)
+        self.seen += 1
+
+    def drew(self, frame: FrameType | None, loop: frozenset[CodeType] = frozenset()) -> None:
+        """A batch was drawn for it, by the function with this frame or by one that called it."""
+        self.where = self.where or line_in(loop, frame)
+        self._drawing = function_that_draws(frame)
+        self.seen += 1
+
+    def forget(self) -> None:
+        """The job trains again."""
+        self._model = self._switching = self._drawing = None
+
+    def goes_on(self, stack: Stack) -> bool:
+        """Whether the thread with this stack still evaluates."""
+        model = self._model() if self._model is not None else None
+        if model is not None and model.training:
+            return False
+        return self._drawing is None or any(
+            code is self._drawing
+            or code is self._switching
+            or (code.co_name == MODEL_CALL and owner(code.co_filename) == "torch_module")
+            for code, _ in stack.calls
+        )
+
+
+def line_in(loop: frozenset[CodeType], frame: FrameType | None) -> str | None:
+    """The user's line in the innermost of these functions that this frame was called from; None where there is none."""
+    innermost = next((caller for caller in callers(frame) if caller.f_code in loop), None)
+    if innermost is None or owner(innermost.f_code.co_filename) != "user":
+        return None
+    return shown_line(innermost)
+
+
+def function_that_switches(model: Any, frame: FrameType | None) -> CodeType | None:
+    """The function of the user's that switched the model; None where a library did."""
+    for caller in callers(frame):
+        code = caller.f_code
+        who = owner(code.co_filename)
+        if who == "site":
+            return None
+        # Not the model's own ``train`` or ``eval``, which a class may have instead of torch's.
+        its_own = code.co_name in ("train", "eval") and caller.f_locals.get(*code.co_varnames[:1] or ("",)) is model
+        if who == "user" and not its_own:
+            return code
+    return None
+
+
+def function_that_draws(frame: FrameType | None) -> CodeType | None:
+    """The innermost function of the user's that draws batches here; None where only libraries do.
+
+    A generator only hands batches on: the function that draws from it does something with them.
+    """
+    codes = (caller.f_code for caller in callers(frame))
+    return next((code for code in codes if owner(code.co_filename) == "user" and not code.co_flags & GENERATOR), None)
+
+
+# --------------------------------------------------------------------------- no validation: rollouts, pseudo-labels
+
+
+@dataclass
+class Generation:
+    """Functions that switch the model for a batch that it is then trained on: text for a reward, pseudo-labels.
+
+    A batch has been drawn and waits for its backward, and none is drawn for an evaluation until the model is back.
+    """
+
+    _seen: dict[CodeType, int] = field(default_factory=dict)
+    _under_way: tuple[CodeType, int] | None = None
+
+    def began(self, taps: LoaderTaps, frame: FrameType) -> None:
+        """A function switches the trained model to evaluation mode."""
+        code = _switching_code(frame)
+        waits = taps.feeding is not None and taps.feeding.trains and taps.unused
+        self._under_way = (code, _drawn_for_evaluation(taps)) if code is not None and waits else None
+
+    def ended(self, taps: LoaderTaps) -> None:
+        """The model is back in training mode."""
+        if self._under_way is not None:
+            code, drawn = self._under_way
+            self._under_way = None
+            if drawn == _drawn_for_evaluation(taps):
+                self._seen[code] = self._seen.get(code, 0) + 1
+
+    def is_rollout(self, taps: LoaderTaps, module: Any, frame: FrameType) -> bool:
+        """Whether a library switches its model to make what it trains on, as in reinforcement learning.
+
+        No loader brings anything there. A script of the user's that has none may well validate.
+        """
+        code = _switching_code(frame) if self._seen else None
+        if code is not None and self._seen.get(code, 0) >= GENERATES_AFTER:
+            return True
+        return not any(tap.trains for tap in taps.all) and function_that_switches(module, frame) is None
+
+
+def _drawn_for_evaluation(taps: LoaderTaps) -> int:
+    return sum(tap.eval_batches for tap in taps.all)
+
+
+def _switching_code(frame: FrameType | None) -> CodeType | None:
+    codes = (caller.f_code for caller in callers(frame))
+    return next((code for code in codes if not owner(code.co_filename).startswith("torch")), None)
