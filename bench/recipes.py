@@ -57,7 +57,7 @@ WHOLE_RUNS: dict[str, tuple[str, int, list[str]]] = {
     ),
     "carclip": ("cars", 8000, ["--model", "vit-b-32", "--batch-size", "256", "--epochs", "8"]),
     "visobert": ("text", 60_000, ["--batch-size", "512", "--epochs", "4"]),
-    "hdf5": ("hdf5", 200, ["--batch-size", "8192", "--epochs", "8"]),
+    "hdf5": ("hdf5", 200_000, ["--batch-size", "8192", "--epochs", "8"]),
 }
 SMALL_RUNS: dict[str, list[str]] = {"cod": ["--backbone", "test_resnet", "--img-size", "32"], "carclip": []}
 PACKAGES = ("torch", "timm", "transformers", "h5py", "pillow", "fulltilt")
