@@ -223,3 +223,17 @@ def test_the_stalest_process_is_measured_again_first(monkeypatch):
     tree.pss_bytes()
     tree.pss_bytes()
     assert measured == [0, 1, 2, 0, 1, 2]
+
+
+def test_new_processes_are_seen_soon_where_walking_has_to_wait_for_a_cpu(monkeypatch):
+    children = []
+
+    def crowded(process, recursive):
+        time.sleep(0.05)
+        return list(children)
+
+    monkeypatch.setattr(psutil.Process, "children", crowded)
+    tree = ProcessTree(os.getpid())
+    assert tree.pids() == {os.getpid()}
+    children.append(psutil.Process(os.getppid()))
+    assert os.getppid() in tree.pids()

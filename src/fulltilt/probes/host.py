@@ -22,6 +22,7 @@ from fulltilt.records import CpuCapacity, HostReading
 # Walking /proc costs milliseconds on a large machine, and adding up page tables 5 to 10 ms for each GiB of each
 # process. Together they stay under 0.3 % of a core; a first reading of all processes may cost a quarter of a second.
 _WALK_SHARE = 0.001
+_WALK_CREDIT_S = 0.02
 _PSS_SHARE = 0.0015
 _PSS_FIRST_CREDIT_S = 0.25
 _PSS_AT_ONCE_S = 0.05
@@ -36,7 +37,7 @@ class ProcessTree:
         """``walk_share`` of a core may go into finding the members; a monitor outside of the job may spend more."""
         self.root_pid = root_pid
         self._clock = clock
-        self._walks = RateLimit(walk_share)
+        self._walks = RateLimit(walk_share, _WALK_CREDIT_S)
         self._first_pss = RateLimit(_PSS_SHARE, _PSS_FIRST_CREDIT_S)
         self._next_pss = RateLimit(_PSS_SHARE)
         self._members: dict[int, psutil.Process] = {}
@@ -84,13 +85,15 @@ class ProcessTree:
 
     def _walk(self) -> dict[int, psutil.Process]:
         if self._walks.due():
-            with self._walks.spend():
-                try:
-                    root = psutil.Process(self.root_pid)
-                    found = [root, *root.children(recursive=True)]
-                except psutil.Error:
-                    found = []
-                self._members = {process.pid: process for process in found}
+            # By its CPU time: workers that fill the machine would make a walk take long, and be seen too late.
+            began_s = time.thread_time()
+            try:
+                root = psutil.Process(self.root_pid)
+                found = [root, *root.children(recursive=True)]
+            except psutil.Error:
+                found = []
+            self._members = {process.pid: process for process in found}
+            self._walks.charge(time.thread_time() - began_s)
         return self._members
 
 
