@@ -61,7 +61,7 @@ def test_the_line_of_the_loop_that_leads_to_it_is_named(evaluation: Evaluation) 
 
     train()
     assert evaluation.where is not None
-    assert evaluation.where.endswith(f"test_evaluation.py:{train.__code__.co_firstlineno + 1}")
+    assert evaluation.where.endswith(f"test_validation.py:{train.__code__.co_firstlineno + 1}")
 
 
 def test_the_function_that_switches_a_model_is_the_scripts_and_not_the_models_own() -> None:

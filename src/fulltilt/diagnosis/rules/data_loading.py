@@ -83,9 +83,11 @@ def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
     room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)}{idle} beside the training"
     if plan.needed <= plan.allowed:
         return f"{needed}; {room}"
+    line = costliest_line(evidence)
+    cheaper = f"a cheaper {line.function} ({line.where})" if line else "a cheaper fetch"
     if plan.needed > LIMITS.out_of_reach * plan.allowed:
-        return f"no number of workers that fits here would hide it: {room}; a cheaper fetch must give the rest"
-    return f"{needed}, but {room}; a cheaper fetch must give the rest"
+        return f"no number of workers that fits here would hide it: {room}; {cheaper} must give the rest"
+    return f"{needed}, but {room}; {cheaper} must give the rest"
 
 
 def _cpus(evidence: Evidence) -> str:
