@@ -417,11 +417,12 @@ def test_the_users_own_sitecustomize_still_runs(tmp_path: Path) -> None:
 def test_settings_are_put_in_force(tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text('{"num_workers": 2, "prefetch_factor": 3, "persistent_workers": true}')
     (tmp_path / "job.py").write_text(
-        TRAINS.format(epochs=1, after="pass").replace("batch_size=8", "batch_size=8, shuffle=True")
+        TRAINS.format(epochs=2, after="pass").replace("batch_size=8", "batch_size=8, shuffle=True")
     )
     command = [sys.executable, "-m", "fulltilt", "run", "--out", "run", "--settings", "s.json", "job.py"]
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "workers that persist (--settings) shuffle otherwise from the second epoch on" in done.stderr
     (loader,) = json.loads((tmp_path / "run" / "rank-0.json").read_text())["loaders"]
     assert (loader["num_workers"], loader["prefetch_factor"], loader["persistent_workers"]) == (2, 3, True)
     assert loader["batch_size"] == 8

@@ -120,6 +120,19 @@ def test_lines_of_one_function_are_blamed_together() -> None:
     assert finding.where == "metric.py:4"
 
 
+@pytest.mark.parametrize(
+    ("functions", "where"), [(["merge"] * 5, "bpe.py:0"), ([f"f{i}" for i in range(5)], "train.py:9")]
+)
+def test_a_function_whose_lines_all_cost_is_named_by_its_call_in_the_loop(functions: list[str], where: str) -> None:
+    """`pieces.append(best)` was to be done every 20 steps."""
+    lines = tuple(HotLine(f"bpe.py:{i}", name, 6.0, "pieces.append(best)") for i, name in enumerate(functions))
+    calls = (HotLine("train.py:9", "main", 30.0, "tokenize(texts)"),)
+    finding = found(host_code(gather(run_of(rank(host_lines=lines, loop_calls=calls), host_code=30.0, compute=70.0))))
+    assert finding.where == where
+    assert finding.evidence[1] == "30 s in main, train.py:9 (tokenize(texts))"
+    assert finding.fix.startswith("tokenize(texts) at train.py:9: take it out of the step: do it once before")
+
+
 def test_slow_launches_are_not_the_scripts_own_code() -> None:
     lines = (HotLine("train.py:55", "main", 20.0),)
     launching = gather(run_of(gpu_rank(launch_s=17.0, host_lines=lines), host_code=20.0, compute=80.0))

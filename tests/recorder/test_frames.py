@@ -247,6 +247,22 @@ def test_a_generator_that_holds_the_training_loop_makes_no_data() -> None:
     assert ["data_wait" in seen for seen in kinds.values()] == [True, False]
 
 
+def test_the_line_of_the_loop_that_calls_a_function_is_named_beside_the_line_inside_it() -> None:
+    def longest(words: list[str]) -> str:
+        return max(words, key=len)
+
+    def train() -> None:
+        for _ in range(10):
+            longest(["a", "bc"] * 20_000)
+
+    views = looks_at(train, holding=frozenset({train.__code__}))
+    inside = [view for view in views if view.function.endswith("longest")]
+    assert {view.call for view in inside} == {"max(words, key=len)"}
+    assert {view.called_at[2] for view in inside if view.called_at} == {'longest(["a", "bc"] * 20_000)'}
+    assert all(view.called_at for view in inside)
+    assert not any(view.called_at for view in views if view.function.endswith("train"))
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="collections begin between instructions there")
 def test_no_garbage_is_collected_while_a_stack_is_walked() -> None:
     """Seen to fail: a finalizer let the training thread go on, its frame was freed, and the job died of SIGSEGV."""

@@ -172,7 +172,7 @@ def test_ctrl_c_keeps_what_was_learned_and_the_study_goes_on(tmp_path: Path) -> 
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert "Go on with: fulltilt tune --out study --allow batch train.py" in errors
+    assert "Go on with:\n  fulltilt tune --out study --allow batch train.py" in errors
     assert "Current" in out
     learned = (tmp_path / "study" / TRIALS_FILE).read_text().count("\n")
     done = tuned(tmp_path, "--budget", "600s", "--allow", "batch")
@@ -261,7 +261,7 @@ def test_a_study_stopped_before_its_first_trial_claims_nothing(
         signal.signal(signal.SIGTERM, handler)
     assert code == 3
     said = capsys.readouterr().err
-    assert "stopped; no trial has ended yet. Go on with: fulltilt tune" in said
+    assert "stopped; no trial has ended yet. Go on with:\n  fulltilt tune" in said
     assert "learned" not in said
 
 
@@ -283,6 +283,27 @@ def test_what_a_settings_file_does_not_hold_is_not_promised_of_it(
     _hand_over(open_console(), record, settings, settings, tmp_path, apply=False)
     assert said in capsys.readouterr().out
     assert json.loads((tmp_path / "settings.json").read_text()) == {"num_workers": 4}
+
+
+def test_report_shows_a_study_again_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = OwnedFolder.claim(tmp_path / "study", "study").path
+    workers = Settings(num_workers=3)
+    trials = [
+        Trial(settings=Settings(), state="ok", purpose="start", samples_per_s=100.0, data_wait_share=0.9),
+        Trial(settings=workers, state="ok", purpose="search", samples_per_s=300.0, in_force=workers),
+    ]
+    write_json(folder / STUDY_FILE, StudyRecord(("train.py",), str(tmp_path), (), "today"))
+    writer = LineWriter(folder / TRIALS_FILE)
+    writer.write(trials)
+    writer.close()
+    before = sorted(folder.iterdir())
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(folder)])
+    assert not ended.value.code
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Not verified: 3 workers looked faster, but no time was left (--budget) before it was sure." in said
+    assert "keep the settings that you have" in said
+    assert sorted(folder.iterdir()) == before
 
 
 def test_a_batch_that_fits_only_in_parts_comes_with_what_to_write(

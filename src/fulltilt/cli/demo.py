@@ -95,7 +95,8 @@ class Steps:
                 try:
                     for line in verb.stdout or ():
                         printed.append(line.rstrip())
-                        status.update(Text(clean(line.strip()).ljust(1), no_wrap=True, overflow="ellipsis"))
+                        if line.startswith("epoch"):
+                            status.update(Text(clean(line.strip()), no_wrap=True, overflow="ellipsis"))
                     code = verb.wait()
                     break
                 except KeyboardInterrupt:  # it reaches the verb too, which ends in order

@@ -11,13 +11,16 @@ import typer
 
 from fulltilt import store
 from fulltilt.cli.streams import tell
+from fulltilt.cli.tune import show_study
 from fulltilt.diagnosis import answer
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.figures import clean
+from fulltilt.records import Trial
 from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.report.console import open_console
 from fulltilt.report.run_view import Reported
+from fulltilt.tuning.study import STUDY_FILE, TRIALS_FILE, StudyRecord
 
 RUNS_FOLDER = Path("fulltilt-runs")
 COMPARISON_FILE = Path("fulltilt-report.html")
@@ -49,6 +52,10 @@ def report(
     if html is not None and no_page:
         raise UsageError("--html and --no-page contradict each other")
     folders = runs or [store.newest_run(RUNS_FOLDER)]
+    if len(folders) == 1 and (folders[0] / STUDY_FILE).is_file() and not (json_ or html):
+        trials = list(store.read_lines(folders[0] / TRIALS_FILE, Trial))
+        show_study(open_console(), store.read_record(folders[0] / STUDY_FILE, StudyRecord), trials, folders[0])
+        return
     shown: list[Reported] = [(run, answer(run)) for run in map(store.load, folders)]
     # The page first: whoever reads the rest may stop reading, as `| head` does.
     unasked = None

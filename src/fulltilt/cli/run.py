@@ -277,6 +277,12 @@ def end_run(
             tell(f"fulltilt: {going_on}: fulltilt report {folder} tells of it later")
         if (problem := settings_not_in_force(dict(diagnosis.settings))) is not None:
             tell(f"fulltilt: {problem}")
+        if dict(diagnosis.settings).get("asked.persistent_workers") and any(
+            loader.shuffle and loader.persistent_workers and loader.passes > 1
+            for rank in read.ranks
+            for loader in rank.loaders
+        ):
+            tell_wrapped("fulltilt: workers that persist (--settings) shuffle otherwise from the second epoch on")
         if tuned and not any(rank.live or rank.loaders for rank in read.ranks) and diagnosis.verdict.code != "no_steps":
             tell("fulltilt: --auto found nothing to tune: no DataLoader was seen")
         if store.OwnedFolder(own).owns(store.SETTINGS_FILE):

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fulltilt import store
-from fulltilt.cli.streams import JOB_BEHIND_IT, StatusBar, tell, tell_of_flags
+from fulltilt.cli.streams import JOB_BEHIND_IT, StatusBar, tell, tell_of_flags, tell_wrapped
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
 from fulltilt.figures import count, duration_s, seconds
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
@@ -58,7 +58,7 @@ from fulltilt.tuning.space import (
 )
 from fulltilt.tuning.study import Study, StudyRecord, next_step
 from fulltilt.tuning.trial.isolation import Isolation, choose
-from fulltilt.tuning.verification import candidates, compare, winner
+from fulltilt.tuning.verification import Comparison, candidates, compare, winner
 
 # Flags that no training script is likely to have; behind the script they are given to it.
 OWN_FLAGS = ("--budget", "--allow", "--apply", "--trial-limit", "--in-place")
@@ -208,7 +208,8 @@ def conduct(
         allowed += ["--in-place"] if isolation.kind == "none" else []
         again = shlex.join(["fulltilt", "tune", "--out", str(folder), *allowed, *arguments])
         kept = "what was learned is kept" if study.trials else "no trial has ended yet"
-        _say(f"{why}; {kept}. Go on with: {again}")
+        _say(f"{why}; {kept}. Go on with:")
+        tell(f"  {again}")
     if stopped and not study.trials:
         return STOPPED_EARLY
     end_study(study.record, study.trials, folder, apply, stopped)
@@ -216,7 +217,7 @@ def conduct(
 
 
 def _say(text: str) -> None:
-    tell(f"fulltilt: {text}")
+    tell_wrapped(f"fulltilt: {text}")
 
 
 # --------------------------------------------------------------------------- how it ended
@@ -228,6 +229,20 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
     ``stopped``: by the user, before it was through.
     """
     console = open_console(goes_on=True)
+    won = show_study(console, record, trials, folder, stopped)
+    for name in (SETTINGS_FILE, DIFF_FILE):
+        OwnedFolder(folder.absolute()).remove(name)  # of an earlier answer
+    if won is not None:
+        in_force = next(trial.in_force for trial in trials if is_valid(trial) and trial.settings == won.candidate)
+        _hand_over(console, record, won.candidate, in_force, folder, apply)
+    elif apply:
+        console.print(Text("--apply: there is no verified change, so nothing was written."))
+
+
+def show_study(
+    console: Console, record: StudyRecord, trials: Sequence[Trial], folder: Path, stopped: bool = False
+) -> Comparison | None:
+    """Print every trial, the solutions, and what was verified. Returns the winner; raises as `end_study` does."""
     if trials:
         show_trials(console, trials)
         console.print()
@@ -257,13 +272,7 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
     if record.data_set_changes is not None and record.loader is not None:
         file = (record.loader.where or "").rpartition(":")[0]
         console.print(Text(changing_data_set_sentence(f"{file}:{record.data_set_changes}")))
-    for name in (SETTINGS_FILE, DIFF_FILE):
-        OwnedFolder(folder.absolute()).remove(name)  # of an earlier answer
-    if won is not None:
-        in_force = next(trial.in_force for trial in found if trial.settings == won.candidate)
-        _hand_over(console, record, won.candidate, in_force, folder, apply)
-    elif apply:
-        console.print(Text("--apply: there is no verified change, so nothing was written."))
+    return won
 
 
 def _hand_over(

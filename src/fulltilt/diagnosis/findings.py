@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.libraries import loader_call
+from fulltilt.diagnosis.libraries import keeps_workers, loader_call
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import number, percent, seconds
 from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
@@ -188,8 +188,12 @@ def rates(evidence: Evidence) -> list[str]:
 
 def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -> str:
     """The loader's call with ``changes``, in the words of the framework that makes the call."""
+    # torch draws a seed whenever workers start, from the generator that shuffles, too.
+    starts_anew = not loader.persistent_workers or made_for_each_pass(loader)
+    persists = changes.get("persistent_workers") is True and starts_anew and keeps_workers(loader)
+    but = " (another shuffle from the second epoch on)" if persists and loader.shuffle else ""
     if (theirs := loader_call(loader.made_by or "", changes)) is not None:
-        return theirs
+        return theirs + but
     if loader.made_by == "fulltilt":  # the engine keeps its workers alive and pins by itself
         names = {"num_workers": "workers", "prefetch_factor": "prefetch"}
         settings = ", ".join(f"{names[name]}: {value}" for name, value in changes.items() if name in names)
@@ -198,7 +202,7 @@ def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -
         changes = {**changes, "pin_memory": True}
     call = f"DataLoader(..., {', '.join(f'{name}={value}' for name, value in changes.items())})"
     once = "persistent_workers" in changes and made_for_each_pass(loader)
-    return f"{call}, made once before the loop over epochs" if once else call
+    return f"{call}, made once before the loop over epochs{but}" if once else call + but
 
 
 def made_for_each_pass(loader: LoaderRecord) -> bool:

@@ -130,6 +130,7 @@ class RankState:
         self.host_lines = LineTimes()
         self._host_growth = LineGrowth(self.host_lines)
         self._drawn_from = LineTimes()
+        self._loop_calls = LineTimes()
         self.sync_lines = LineTimes()
         self.checkpoint_lines = LineTimes()
         self.load_lines: dict[int, LineTimes] = {}
@@ -198,6 +199,9 @@ class RankState:
             if view.drawn_from is not None:
                 where, generator, call = view.drawn_from
                 self._drawn_from.charge(where, generator, weight_s, call)
+            if view.called_at is not None:
+                where, function, call = view.called_at
+                self._loop_calls.charge(where, function, weight_s, call)
         elif view.kind == "checkpoint":
             self.checkpoint_lines.add(view, weight_s)
 
@@ -296,6 +300,7 @@ class RankState:
             host_lines=self.host_lines.top(),
             growing_lines=self._host_growth.top(self.steps),
             drawn_from=next(iter(self._drawn_from.top(1)), None),
+            loop_calls=self._loop_calls.top(3),
             sync_lines=self.sync_lines.top(stretch=stretch),
             checkpoint_lines=self.checkpoint_lines.top(),
             syncs=round(stretch * self.syncs),

@@ -587,6 +587,7 @@ class RankRecord:
     host_lines: tuple[HotLine, ...] = ()
     growing_lines: tuple[HotLine, ...] = ()  # what they cost beyond what they cost in the early steps
     drawn_from: HotLine | None = None  # a generator of the script's, at the line where the training loop iterates it
+    loop_calls: tuple[HotLine, ...] = ()  # lines of the training loop that call a function of the script's
     validates_at: str | None = None  # the line of the training loop, or around it, that leads to validation
     sync_lines: tuple[HotLine, ...] = ()
     checkpoint_lines: tuple[HotLine, ...] = ()

@@ -18,6 +18,7 @@ from fulltilt.tuning.space import WAITS, best_of, is_loader_only, is_valid, knee
 from fulltilt.tuning.verification import Comparison
 
 FULL_VRAM = 0.9
+UNVERIFIED = "Only what is verified is recommended and written: keep the settings that you have."
 MOST_SOLUTIONS = 3
 STATES = {
     "ok": "ok",
@@ -192,16 +193,16 @@ def verdict_sentence(comparison: Comparison | None, unverified: Settings | None 
     """What verification said, in a sentence. ``unverified`` looked faster, but nobody has made sure."""
     why = "the study was stopped" if stopped else "no time was left (--budget)"
     if comparison is None and unverified is not None:
-        return f"Not verified: {in_words(unverified)} looked faster, but {why} before it was sure."
+        return f"Not verified: {in_words(unverified)} looked faster, but {why} before it was sure. {UNVERIFIED}"
     if comparison is None:
-        return f"Nothing was found to be faster{f': {why}' if stopped else ''}; the settings stay."
+        return f"Nothing was found to be faster{f': {why}' if stopped else ''}: keep the settings that you have."
     pairs = "a pair" if comparison.pairs == 1 else f"{comparison.pairs} pairs"
     spread = f"{comparison.low:.2f} to {comparison.high:.2f}, 95 %, {pairs} measured in turns"
     if comparison.wins:
         return f"Verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × as fast ({spread})."
     unsure = "" if comparison.decided else f"; {why} before it was sure"
     what = f"{in_words(comparison.candidate)}: {comparison.ratio:.2f} × ({spread})"
-    return f"Not verified: {what}{unsure}; the settings stay."
+    return f"Not verified: {what}{unsure}. {UNVERIFIED}"
 
 
 def nothing_tried_sentence(trials: Sequence[Trial], stopped: bool = False) -> str | None:
@@ -224,7 +225,7 @@ def nothing_worked_sentence(trials: Sequence[Trial]) -> str | None:
     last = searched[-1]
     why = f"{STATES[last.state]}{f': {last.note}' if last.note else ''}"
     failed = figures.count("trial", len(searched))
-    return f"No other settings could be measured: all {failed} of others failed ({why}). The settings stay."
+    return f"No other settings could be measured: all {failed} of others failed ({why})."
 
 
 def workers_stay_sentence(trials: Sequence[Trial]) -> str | None:

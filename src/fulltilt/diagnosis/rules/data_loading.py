@@ -155,8 +155,7 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
     else:
         fix = f"Have the next batches made while this one trains{at(loader.where)}: {beside}."
     if plan and supply:
-        sample_s = supply.batch_s / supply.samples_per_batch
-        fix += f" A sample takes {seconds(sample_s)} to fetch: {_need_and_room(evidence, plan)}."
+        fix += f" A batch takes {seconds(supply.batch_s)} to make: {_need_and_room(evidence, plan)}."
     fix += shards_limit(loader)
     if loader.iterable and beside is None and not divides_itself(loader):
         fix += (

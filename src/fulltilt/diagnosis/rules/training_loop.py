@@ -87,7 +87,7 @@ _ENVIRONMENT = (
     "an environment takes its time: let several step side by side, each in a process "
     "(stable-baselines3: make_vec_env(..., n_envs=8, vec_env_cls=SubprocVecEnv); gymnasium: AsyncVectorEnv)"
 )
-_OTHERWISE = "take it out of the step, do it every {every} steps, or let a second thread do it"
+_OTHERWISE = "take it out of the step: do it once before the training, every {every} steps, or in a second thread"
 _SELDOM = (
     "most steps are free of it, and it takes long when it comes: do it once before the training, more seldom still, "
     "or in a second thread or process meanwhile"
@@ -105,20 +105,24 @@ def host_code(evidence: Evidence) -> Judgement:
     share = evidence.share(cost_s)
     if share < LIMITS.host_code_share:
         return None
-    facts = [time_spent(evidence, "code of the script's own", cost_s), *costliest_lines(lines, cost_s)]
+    calls = evidence.rank.loop_calls
+    call = calls[0] if calls and calls[0].seconds >= LIMITS.guilty_function_share * cost_s else None
+    facts = [time_spent(evidence, "code of the script's own", cost_s)]
+    facts += costliest_lines((call, *lines) if call else lines, cost_s)
     if not lines:
         facts.append("no stack was sampled, so the line is not known")
     predicted = by_removing(share)
     by_function: dict[tuple[str, str], float] = defaultdict(float)
     for line in lines:
         by_function[line.where.rpartition(":")[0], line.function] += line.seconds
-    if lines and max(by_function.values()) < LIMITS.guilty_function_share * cost_s:
+    thin = lines and max(by_function.values()) < LIMITS.guilty_function_share * cost_s
+    if thin and not call:
         fix = (
             "It is spread thin over many functions, so no line is to blame: it comes with every step. Make fewer and "
             "larger steps (a larger batch), or compile the model (torch.compile)."
         )
         return found(evidence, "host_code", cost_s, facts, fix, None, predicted)
-    if lines and library_of(lines[0]):
+    if lines and not call and library_of(lines[0]):
         where = _users_call(evidence)
         fix = (
             f"{lines[0].where} is code of a library's: change what it is asked for{at(where)} (how often it logs, "
@@ -126,9 +130,10 @@ def host_code(evidence: Evidence) -> Judgement:
         )
         return found(evidence, "host_code", cost_s, facts, fix, where or lines[0].where, predicted)
     fix = f"Find the slow code: {_OTHERWISE.format(every=100)}."
-    if lines:
-        fix = _speed_up_line(lines[0], share, _is_seldom(evidence), fed=evidence.loader is not None)
-    return found(evidence, "host_code", cost_s, facts, fix, lines[0].where if lines else None, predicted)
+    line = call if thin else next(iter(lines), None)
+    if line:
+        fix = _speed_up_line(line, call or line, share, _is_seldom(evidence), fed=evidence.loader is not None)
+    return found(evidence, "host_code", cost_s, facts, fix, line.where if line else None, predicted)
 
 
 def _is_seldom(evidence: Evidence) -> bool:
@@ -144,7 +149,7 @@ def _is_seldom(evidence: Evidence) -> bool:
     return steps <= LIMITS.seldom_steps_share * sum(span.steps for span in spans)
 
 
-def _speed_up_line(line: HotLine, share: float, seldom: bool, fed: bool) -> str:
+def _speed_up_line(line: HotLine, call: HotLine, share: float, seldom: bool, fed: bool) -> str:
     text = _QUOTED.sub(lambda quoted: quoted[0] if quoted[1] else '""', f"{line.call or ''} {line.function}".lower())
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), _OTHERWISE)
     if line.waits:
@@ -154,7 +159,8 @@ def _speed_up_line(line: HotLine, share: float, seldom: bool, fed: bool) -> str:
     if seldom and "{every}" in advice:
         advice = _SELDOM
     every = next((n for n in (10, 20, 50) if share / n <= 0.01), 100)
-    return f"{line.call or line.function}{at(line.where)}: {advice.format(every=every)}."
+    place = call if advice in (_OTHERWISE, _SELDOM) else line  # one line of a function is not to be done more seldom
+    return f"{place.call or place.function}{at(place.where)}: {advice.format(every=every)}."
 
 
 # --------------------------------------------------------------------------- torch.compile

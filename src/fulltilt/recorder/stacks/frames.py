@@ -63,7 +63,8 @@ class StackView:
 
     ``of_training``: a model or an optimizer was called, and not some function of torch's alone. ``sampling``: a
     loader's sampler was at work. ``waits``: for another thread or process. ``drawn_from``: a generator of the user's
-    that the training loop iterates: the line of the loop, the generator, the expression there.
+    that the training loop iterates: the line of the loop, the generator, the expression there. ``called_at``: the same
+    for a function of the user's that the loop calls.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class StackView:
     sampling: bool = False
     waits: bool = False
     drawn_from: tuple[str, str, str | None] | None = None
+    called_at: tuple[str, str, str | None] | None = None
 
 
 def stack_of(thread_id: int) -> Stack | None:
@@ -146,6 +148,7 @@ def view_of(
     user: Spot | None = None
     outside: Spot | None = None
     in_loop: Spot | None = None
+    calling: Spot | None = None
     generator: int | None = None
     in_module = in_library_iterator = in_library_module = of_training = sampling = False
     special: str | None = None
@@ -185,6 +188,7 @@ def view_of(
                 in_loop = in_loop or spot
             else:
                 user = user or spot
+                calling = calling or (spot if code in loop else None)
             if code.co_name in SAVING:
                 special = special or "checkpoint"
             if not in_module and _is_drawn_from(code, calls[depth + 1 :]) and code not in loop:
@@ -205,8 +209,11 @@ def view_of(
         kind = "waiting"
     others = (spot for spot in calls if owner(spot[0].co_filename) != "fulltilt")
     spot = user or outside or in_loop or next(others, top)
-    function = spot[0].co_qualname
-    return StackView(kind, _shown(spot), function, shown_at(*spot), of_training, sampling, waits, drawn_from)
+    called_at = None
+    if kind == "host" and not in_module and calling is not None and calling is not spot:
+        called_at = _shown(calling), calling[0].co_qualname, shown_at(*calling)
+    of_line = _shown(spot), spot[0].co_qualname, shown_at(*spot)
+    return StackView(kind, *of_line, of_training, sampling, waits, drawn_from, called_at)
 
 
 def _shown(spot: Spot) -> str:
