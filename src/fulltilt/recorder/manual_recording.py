@@ -199,23 +199,15 @@ class _During(contextlib.AbstractContextManager[None]):
 class Recording(LoopMarks):
     """A run being recorded. Use it in a ``with`` block, or call ``start`` and ``stop`` in different notebook cells.
 
-    ``on_sample`` is told, from another thread, what the machine does about once a second. ``task``: which of several it
-    is that record one job, where the launcher's variables do not tell.
+    ``task``: which of several it is that record one job, where the launcher's variables do not tell.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        name: str | None = None,
-        on_sample: Callable[[Sample], None] | None = None,
-        task: Task | None = None,
-    ) -> None:
+    def __init__(self, folder: str | Path, name: str | None = None, task: Task | None = None) -> None:
         super().__init__()
         self._task = task
         self.folder = Path(folder)
         self._name = name or self.folder.name
         self._attached = False
-        self._on_sample = on_sample
         self._files: RunFiles | None = None
         self._sampler: Sampler | None = None
 
@@ -249,8 +241,6 @@ class Recording(LoopMarks):
     def _take(self, sample: Sample) -> None:
         if self._files is not None:
             self._files.take(sample)
-        if self._on_sample is not None:
-            self._on_sample(sample)
 
     def stop(self, *, interrupted: bool = False, error: BaseException | None = None) -> None:
         """End the recording and write its report, which a notebook shows. ``error`` has ended the loop, if known."""

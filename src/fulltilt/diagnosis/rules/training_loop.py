@@ -130,10 +130,10 @@ def host_code(evidence: Evidence) -> Judgement:
         )
         return found(evidence, "host_code", cost_s, facts, fix, where or lines[0].where, predicted)
     fix = f"Find the slow code: {_OTHERWISE.format(every=100)}."
-    line = call if thin else next(iter(lines), None)
-    if line:
-        fix = _speed_up_line(line, call or line, share, _is_seldom(evidence), fed=evidence.loader is not None)
-    return found(evidence, "host_code", cost_s, facts, fix, line.where if line else None, predicted)
+    slow = call if thin else next(iter(lines), None)
+    if slow:
+        fix = _speed_up_line(slow, call or slow, share, _is_seldom(evidence), fed=evidence.loader is not None)
+    return found(evidence, "host_code", cost_s, facts, fix, slow.where if slow else None, predicted)
 
 
 def _is_seldom(evidence: Evidence) -> bool:
