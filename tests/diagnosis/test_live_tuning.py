@@ -91,6 +91,7 @@ def test_a_run_that_ends_in_a_trial_tells_what_was_proven_and_what_was_not() -> 
     )
     assert not any("6 workers" in fact for fact in finding.evidence)
     sentence = told.verdict.sentence
+    assert sentence.startswith("Data loading, no workers in the script: ")
     assert all(
         part in sentence
         for part in ("num_workers 0 → 4", "3.0 × as many", "6 workers, prefetch 2 were on trial at the end")

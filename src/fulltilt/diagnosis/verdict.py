@@ -7,7 +7,7 @@ import signal
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import amdahl
 from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
-from fulltilt.diagnosis.rules.live_tuning import live_words
+from fulltilt.diagnosis.rules.live_tuning import changes, live_words
 from fulltilt.diagnosis.stragglers import Standstill, standstill
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import capital, count, number, percent, seconds, times
@@ -98,6 +98,8 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
     share = finding.share
     predicted = finding.predicted_speedup
     words, template = WORDS[finding.code]
+    if finding.code == "input_serial" and evidence.live is not None and changes(evidence.live):
+        words += " in the script"
     if template is None:
         return _compute_bound(evidence, share)
     most = f"; at most {times(predicted[1])} as fast" if predicted and predicted[1] > 1 else ""
