@@ -97,6 +97,7 @@ def test_workers_are_no_cure_for_a_slow_sampler() -> None:
         lines = (HotLine(own, "Weighted.__iter__", 46.5),)
         for run in (serial(sampler_lines=lines), fed(idle, sampler_lines=lines)):
             (finding,) = (found(judged) for rule in INPUT_RULES if (judged := rule(gather(run))) is not None)
+            assert finding.title == "Data loading: slow sampler"  # with two workers it was titled "no workers"
             assert finding.evidence[1].startswith("75 % of it is the sampler")
             assert "num_workers=" not in finding.fix
             assert (finding.code, finding.where, finding.predicted_speedup) == ("input_serial", where, (1.3, 1.87))

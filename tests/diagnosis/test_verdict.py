@@ -107,7 +107,7 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
         (
             run_of(rank(loaders=()), spans=(spans_of(samples=False, data_wait=50.0, compute=50.0),)),
             "input_serial",
-            "Data loading, no workers: training waits for data in 50 % of the time after start-up; at most 2.0 × as "
+            "Data loading, no DataLoader: training waits for data in 50 % of the time after start-up; at most 2.0 × as "
             "fast without it.",
         ),
         (

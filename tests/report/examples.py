@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt import store
+from fulltilt.diagnosis.verdict import title_of
 from fulltilt.records import (
     Abstention,
     Buckets,
@@ -145,7 +146,7 @@ class Tape:
 
 def found(*args: Any) -> Finding:
     finding = Finding(*args)
-    return replace(finding, share_after_startup=finding.share)
+    return replace(finding, share_after_startup=finding.share, title=title_of(finding))
 
 
 def machine(*, gpu: bool = True) -> Machine:

@@ -10,7 +10,7 @@ from fulltilt.diagnosis.findings import ordered
 from fulltilt.diagnosis.ledger import mean_gpu_step, mean_step, summarise_job
 from fulltilt.diagnosis.low_gpu import low_gpu_warning
 from fulltilt.diagnosis.rules import judge
-from fulltilt.diagnosis.verdict import reach_verdict
+from fulltilt.diagnosis.verdict import reach_verdict, title_of
 from fulltilt.records import Abstention, Diagnosis, Finding, Run
 
 __all__ = ["answer", "diagnose", "low_gpu_warning"]
@@ -36,7 +36,8 @@ def answer(run: Run) -> Diagnosis:
         ceilings=evidence.ceilings,
         gpu=evidence.gpus,
         findings=tuple(
-            replace(finding, share=finding.share * active, share_after_startup=finding.share) for finding in findings
+            replace(finding, share=finding.share * active, share_after_startup=finding.share, title=title_of(finding))
+            for finding in findings
         ),
         abstained=tuple(judgement for judgement in judgements if isinstance(judgement, Abstention)),
         checklist=make_checklist(evidence),

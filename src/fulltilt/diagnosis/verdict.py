@@ -94,10 +94,15 @@ def title(code: str) -> str:
     return WORDS[code][0] if code in WORDS else code
 
 
+def title_of(finding: Finding) -> str:
+    """The rule's own title, or the usual one of its code."""
+    return finding.title or title(finding.code)
+
+
 def _sentence(evidence: Evidence, finding: Finding) -> str:
     share = finding.share
     predicted = finding.predicted_speedup
-    words, template = WORDS[finding.code]
+    words, template = title_of(finding), WORDS[finding.code][1]
     if finding.code == "input_serial" and evidence.live is not None and changes(evidence.live):
         words += " in the script"
     if template is None:

@@ -47,7 +47,8 @@ FindingCode = Literal[
 class Finding:
     """A named cause: its share of the wall time, its evidence, a concrete fix, and what that would win.
 
-    Sentences tell ``share_after_startup``, the share of the time after start-up.
+    Sentences tell ``share_after_startup``, the share of the time after start-up. ``title`` names the cause in the words
+    of the field.
     """
 
     code: FindingCode
@@ -58,6 +59,7 @@ class Finding:
     fix: str
     predicted_speedup: tuple[float, float] | None
     share_after_startup: float | None = None
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def _finding_card(finding: Finding) -> Markup:
     ]
     return element(
         "li",
-        element("h3", title(finding.code)),
+        element("h3", finding.title),
         element("p", gain, class_="gain") if gain else None,
         element("p", facts, class_="facts"),
         element("ul", [element("li", run_view.glued(line)) for line in finding.evidence]) if finding.evidence else None,
@@ -214,6 +214,7 @@ def _one_run(run: Run, diagnosis: Diagnosis) -> list[Child]:
 def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
     record, verdict, invalid = run.run, diagnosis.verdict, diagnosis.invalid_because
     severity = diagnosis.findings[0].severity if diagnosis.findings else "info"
+    cause = diagnosis.findings[0].title if diagnosis.findings else title(verdict.code)
     identity = (
         element("b", record.name),
         element("code", shlex.join(record.command)),
@@ -222,7 +223,7 @@ def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
     )
     return element(
         "header",
-        element("p", title(verdict.code), class_=f"eyebrow {severity}"),
+        element("p", cause, class_=f"eyebrow {severity}"),
         element("h1", run_view.glued(verdict.sentence)),
         element("p", run_view.NO_END_YET, class_="running") if record.state == "running" else None,
         element("p", run_view.not_valid(invalid), class_="running") if invalid is not None else None,

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fulltilt import figures
-from fulltilt.diagnosis.verdict import title
 from fulltilt.figures import clean, one_line
 from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, Ledger, Run
 from fulltilt.report import run_view
@@ -207,7 +206,7 @@ def verdict_lines(diagnosis: Diagnosis, folder: str | Path | None) -> list[str]:
     for place, finding in enumerate(diagnosis.findings[:3], start=1):
         gain = figures.speedup(finding.predicted_speedup)
         told = run_view.after_startup(finding) + (f", {gain}" if gain else "")
-        lines.append(f"  {place}. {title(finding.code)} ({told}): {one_line(finding.fix)}")
+        lines.append(f"  {place}. {finding.title} ({told}): {one_line(finding.fix)}")
     return [*lines, f"  report: {clean(str(Path(folder) / REPORT_FILE))}"] if folder is not None else lines
 
 
@@ -304,7 +303,7 @@ def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
         return
     heading(console, "What to change", "in order of what it would win")
     for place, finding in enumerate(findings, start=1):
-        head = Text(f"{place:>2}  {title(finding.code)}", "bold")
+        head = Text(f"{place:>2}  {finding.title}", "bold")
         gain = figures.speedup(finding.predicted_speedup)
         if gain:
             room = console.width - head.cell_len - len(gain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 from fulltilt.diagnosis.evidence import Evidence, training_loaders, waited_behind_loaders_s
 from fulltilt.diagnosis.findings import (
@@ -51,10 +52,12 @@ def _waiting(
     where: str | None,
     predicted: Gain | None = None,
     what: str = "waiting for data",
+    title: str = "",
 ) -> Finding:
     """A finding that costs the time in which training waits for its batches."""
     wait_s = evidence.buckets.data_wait_s
-    return found(evidence, code, wait_s, [time_spent(evidence, what, wait_s), *facts], fix, where, predicted)
+    facts = [time_spent(evidence, what, wait_s), *facts]
+    return replace(found(evidence, code, wait_s, facts, fix, where, predicted), title=title)
 
 
 def _set_workers(evidence: Evidence, loader: LoaderRecord, workers: int) -> str:
@@ -109,7 +112,8 @@ def _hung_fetch(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> 
     if loader.num_workers:
         fix += " With DataLoader(..., timeout=60) such a wait ends in an error that says so."
     facts = [f"{seconds(in_vain_s)} of it is one wait, from which the job never came back"]
-    return _waiting(evidence, code, facts, fix, line.where if line else loader.where)
+    title = "Data loading: a fetch that never came back"
+    return _waiting(evidence, code, facts, fix, line.where if line else loader.where, title=title)
 
 
 # --------------------------------------------------------------------------- the training thread makes its batches
@@ -184,7 +188,8 @@ def _slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
         "or work the order out beforehand."
     )
     where = loader.where if line.where.startswith("torch/") else line.where  # nobody mends torch's own samplers
-    return _waiting(evidence, "input_serial", facts, fix, where, by_removing(share * evidence.data_wait_share))
+    predicted = by_removing(share * evidence.data_wait_share)
+    return _waiting(evidence, "input_serial", facts, fix, where, predicted, title="Data loading: slow sampler")
 
 
 def _made_by_hand(evidence: Evidence) -> Finding:
@@ -200,6 +205,7 @@ def _made_by_hand(evidence: Evidence) -> Finding:
             "under way), or make each of them cheaper."
         )
         predicted, what = by_removing(evidence.data_wait_share), "waiting for batches"
+        title = "Data loading: the script's own prefetching too slow"
     else:
         source = evidence.rank.drawn_from
         drawn = f"{source.call or source.function}{at(source.where)}" if source else None
@@ -212,8 +218,8 @@ def _made_by_hand(evidence: Evidence) -> Finding:
             "order, unless random numbers make them: a worker has a seed of its own."
         )
         predicted = _gain_beside_training(evidence.data_wait_share, evidence.usable_cpus)
-        what = "making batches"
-    return _waiting(evidence, "input_serial", [made, *costs], fix, where, predicted, what)
+        what, title = "making batches", "Data loading: no DataLoader"
+    return _waiting(evidence, "input_serial", [made, *costs], fix, where, predicted, what, title)
 
 
 def _made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
@@ -233,7 +239,8 @@ def _made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
         f"or the collate_fn of the loader, {call}{at(loader.where)}."
     )
     predicted = _gain_beside_training(evidence.share(behind_s), evidence.usable_cpus)
-    return _waiting(evidence, "input_serial", facts, fix, where, predicted, "waiting for batches")
+    title = "Data loading: a slow generator behind the loader"
+    return _waiting(evidence, "input_serial", facts, fix, where, predicted, "waiting for batches", title)
 
 
 def _drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
@@ -249,7 +256,8 @@ def _drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
         "faster than the script's own thread does; several fetch side by side."
     )
     most = min(workers * (1 + LIMITS.rate_error), amdahl(evidence.data_wait_share))
-    return _waiting(evidence, "input_serial", facts, fix, loader.where, gain(1.0, most))
+    title = "Data loading: one thread"
+    return _waiting(evidence, "input_serial", facts, fix, loader.where, gain(1.0, most), title=title)
 
 
 # --------------------------------------------------------------------------- workers at their limit
@@ -355,7 +363,8 @@ def _contended_lock(evidence: Evidence, loader: LoaderRecord, code: FindingCode)
         "and more would queue there. Hold the lock only for what has to be alone, "
         "or give each worker a file, a handle or a connection of its own."
     )
-    return _waiting(evidence, code, facts, fix, line.where, _line_gain(evidence, line))
+    title = "Data loading: workers wait for one lock"
+    return _waiting(evidence, code, facts, fix, line.where, _line_gain(evidence, line), title=title)
 
 
 # --------------------------------------------------------------------------- handing over
