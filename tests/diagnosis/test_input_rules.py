@@ -480,6 +480,14 @@ def test_workers_that_end_with_their_pass_were_idle_in_no_validation_behind_it()
     assert supply.idle_share == pytest.approx(0.49, abs=0.01)
 
 
+def test_workers_that_rest_until_the_first_step_are_not_idle() -> None:
+    """``itertools.cycle(loader)`` starts the workers; model and optimizer came later, and they were called idle."""
+    early = workers(fetch_s=180.0, fetch_cpu_s=5.0, process_cpu_s=5.0, idle_s=40.0)  # two that live for 110 s each
+    supply = gather(fed(early)).supply
+    assert supply is not None
+    assert supply.idle_share == pytest.approx(0.1)
+
+
 def test_workers_that_rest_while_the_script_draws_its_curves_are_not_idle() -> None:
     """Workers that slept in every fetch were called idle and their batches uneven: an epoch ended in 40 s of plots."""
     resting = workers(fetch_s=116.0, fetch_cpu_s=10.0, process_cpu_s=11.0, idle_s=84.0)

@@ -189,13 +189,14 @@ def measure_supply(
 def _paused_s(number: int, workers: WorkerRecord, spans: Spans) -> float:
     """Seconds of all workers in which training drew no batches, so that they had to be idle.
 
-    That is validation, checkpoints, and what the script does between two epochs. Workers that end with each pass do not
-    live to see it: they cannot have paused for longer than they lived beside the time in which training drew.
+    That is validation, checkpoints, what the script does between two epochs, and what it does before the first step
+    when the workers have started. Workers that end with each pass do not live to see it: they cannot have paused for
+    longer than they lived beside the time in which training drew.
     """
     buckets = sum_buckets(span.buckets for span in spans)
     pauses_s = paused_s(buckets) + rare_host_code_s(spans)
     drawing_s = buckets.total_s - buckets.startup_s - buckets.epoch_turnover_s - pauses_s
-    return min(max(workers.fetch_s + workers.idle_s - number * drawing_s, 0.0), number * pauses_s)
+    return min(max(workers.fetch_s + workers.idle_s - number * drawing_s, 0.0), number * (pauses_s + buckets.startup_s))
 
 
 def _serial_supply(loader: LoaderRecord, spans: Spans, cpu_wait_s: float) -> Supply | None:
