@@ -205,7 +205,7 @@ def _made_by_hand(evidence: Evidence) -> Finding:
             "under way), or make each of them cheaper."
         )
         predicted, what = by_removing(evidence.data_wait_share), "waiting for batches"
-        title = "Data loading: the script's own prefetching too slow"
+        title = "Data loading: the script's own fetching too slow"
     else:
         source = evidence.rank.drawn_from
         drawn = f"{source.call or source.function}{at(source.where)}" if source else None
