@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.recipes, pytest.mark.timeout(3600)]
 SETTINGS = {
     "batch_size": 32,
     "epochs": 4,
-    "lr": 2e-3,
+    "lr": 1e-3,
     "hidden_size": 64,
     "num_hidden_layers": 1,
     "vocab_size": 2000,
