@@ -133,6 +133,16 @@ def test_a_function_whose_lines_all_cost_is_named_by_its_call_in_the_loop(functi
     assert finding.fix.startswith("tokenize(texts) at train.py:9: take it out of the step: do it once before")
 
 
+@pytest.mark.parametrize(("own_s", "named"), [(20.0, "np.sort(x) at train.py:7"), (5.0, "log(x) at train.py:9")])
+def test_a_line_of_the_loop_itself_is_not_taken_for_the_call_beside_it(own_s: float, named: str) -> None:
+    inside = tuple(HotLine(f"log.py:{i}", "log", 4.0, "rows.append(x)") for i in range(3))
+    lines = (HotLine("train.py:7", "main", own_s, "np.sort(x)"), *inside)
+    calls = (HotLine("train.py:9", "main", 12.0, "log(x)"),)
+    finding = found(host_code(gather(run_of(rank(host_lines=lines, loop_calls=calls), host_code=30.0, compute=70.0))))
+    assert finding.fix.startswith(named)
+    assert named.endswith(f" at {finding.where}")
+
+
 def test_slow_launches_are_not_the_scripts_own_code() -> None:
     lines = (HotLine("train.py:55", "main", 20.0),)
     launching = gather(run_of(gpu_rank(launch_s=17.0, host_lines=lines), host_code=20.0, compute=80.0))

@@ -105,8 +105,10 @@ def host_code(evidence: Evidence) -> Judgement:
     share = evidence.share(cost_s)
     if share < LIMITS.host_code_share:
         return None
-    calls = evidence.rank.loop_calls
-    call = calls[0] if calls and calls[0].seconds >= LIMITS.guilty_function_share * cost_s else None
+    call = next(iter(evidence.rank.loop_calls), None)
+    least_s = max(LIMITS.guilty_function_share * cost_s, *(line.seconds for line in lines[:1]), 0.0)
+    if call and call.seconds < least_s:
+        call = None  # something else costs more than all that it leads to
     facts = [time_spent(evidence, "code of the script's own", cost_s)]
     facts += costliest_lines((call, *lines) if call else lines, cost_s)
     if not lines:
@@ -130,7 +132,8 @@ def host_code(evidence: Evidence) -> Judgement:
         )
         return found(evidence, "host_code", cost_s, facts, fix, where or lines[0].where, predicted)
     fix = f"Find the slow code: {_OTHERWISE.format(every=100)}."
-    slow = call if thin else next(iter(lines), None)
+    # A line of the loop's own function is none of those that the call leads to.
+    slow = call if thin or (call and lines and lines[0].function == call.function) else next(iter(lines), None)
     if slow:
         fix = _speed_up_line(slow, call or slow, share, _is_seldom(evidence), fed=evidence.loader is not None)
     return found(evidence, "host_code", cost_s, facts, fix, slow.where if slow else None, predicted)
