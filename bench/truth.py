@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -256,9 +257,11 @@ def list_of_batches(watch: Watch) -> None:
     model = stack(2048, 6, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     y = torch.zeros(64 * 256, dtype=torch.long, device="cuda")
+    random = numpy.random.default_rng(0)
     while True:
         with watch.phase("host"):
-            batches = [torch.randn(256, 2048).pin_memory() for _ in range(10)]
+            arrays = [random.random((256, 2048), numpy.float32) for _ in range(10)]
+            batches = [torch.from_numpy(array).pin_memory() for array in arrays]
         for batch in batches:
             x = batch.to("cuda", torch.bfloat16, non_blocking=True).repeat(64, 1)
             update(model, optimizer, x, y)
