@@ -7,7 +7,7 @@ STARVED = Buckets(startup_s=5.0, data_wait_s=62.0, compute_s=11.0, host_code_s=2
 
 def test_the_warning_has_its_words_with_the_likely_cause_first() -> None:
     feeding = loader(batch_size=8192, num_workers=8, prefetch_factor=16, batches=1001, wait_s=25.3)
-    assert low_gpu_warning(11.0, STARVED, feeding, usable_cpus=16.0) == "\n".join(
+    assert low_gpu_warning(11.0, STARVED, [feeding], usable_cpus=16.0) == "\n".join(
         (
             "GPU utilization is low (11 %)",
             "- most likely: training waits for data (62 % of the training time)",
@@ -20,14 +20,14 @@ def test_the_warning_has_its_words_with_the_likely_cause_first() -> None:
 
 
 def test_workers_that_fill_the_cpus_are_not_raised() -> None:
-    warning = low_gpu_warning(11.0, STARVED, loader(num_workers=8), usable_cpus=8.0)
+    warning = low_gpu_warning(11.0, STARVED, [loader(num_workers=8)], usable_cpus=8.0)
     assert warning is not None
     assert "num_workers (current: 8) already fills the 8 usable CPUs" in warning
 
 
 def test_a_gpu_that_is_short_of_work_wants_a_larger_batch() -> None:
     launching = Buckets(compute_s=20.0, host_code_s=80.0)
-    warning = low_gpu_warning(20.0, launching, loader(num_workers=2), usable_cpus=8.0)
+    warning = low_gpu_warning(20.0, launching, [loader(num_workers=2)], usable_cpus=8.0)
     assert warning is not None
     assert warning.splitlines()[1:] == [
         "- most likely: the script's own code between steps, or slow kernel launches (80 % of the training time)",
@@ -37,26 +37,34 @@ def test_a_gpu_that_is_short_of_work_wants_a_larger_batch() -> None:
 
 
 def test_a_busy_gpu_or_a_job_that_has_not_begun_gets_no_warning() -> None:
-    assert low_gpu_warning(30.0, STARVED, loader(), 8.0) is None
-    assert low_gpu_warning(5.0, Buckets(startup_s=20.0), loader(), 8.0) is None
+    assert low_gpu_warning(30.0, STARVED, [loader()], 8.0) is None
+    assert low_gpu_warning(5.0, Buckets(startup_s=20.0), [loader()], 8.0) is None
 
 
 def test_without_a_gpu_the_share_of_data_wait_decides() -> None:
-    warning = low_gpu_warning(None, STARVED, loader(num_workers=0), 2.0)
+    warning = low_gpu_warning(None, STARVED, [loader(num_workers=0)], 2.0)
     assert warning is not None
     assert warning.startswith("training waits for data (62 % of the training time)\n- increase")
     assert "- increase num_workers (current: 0) at train.py:31" in warning
-    assert low_gpu_warning(None, Buckets(data_wait_s=20.0, compute_s=80.0), loader(), 2.0) is None
+    assert low_gpu_warning(None, Buckets(data_wait_s=20.0, compute_s=80.0), [loader()], 2.0) is None
 
 
 def test_batches_made_by_hand_get_a_loader() -> None:
-    warning = low_gpu_warning(None, STARVED, None, 2.0)
+    warning = low_gpu_warning(None, STARVED, [], 2.0)
     assert warning is not None
     assert "a DataLoader with workers (current: none)" in warning
 
 
 def test_without_a_gpu_the_wait_is_named_not_the_computing() -> None:
-    warning = low_gpu_warning(None, Buckets(data_wait_s=4.2, compute_s=4.7, host_code_s=1.1), None, 2.0)
+    warning = low_gpu_warning(None, Buckets(data_wait_s=4.2, compute_s=4.7, host_code_s=1.1), [], 2.0)
     assert warning is not None
     assert warning.startswith("training waits for data (42 % of the training time)\n")
     assert "the GPU computes" not in warning
+
+
+def test_of_two_loaders_the_one_that_is_waited_for_is_named() -> None:
+    fast = loader(num_workers=0, where="train.py:3", wait_s=0.4)
+    slow = loader(num_workers=1, where="train.py:4", wait_s=9.0)
+    warning = low_gpu_warning(None, STARVED, [fast, slow], 8.0)
+    assert warning is not None
+    assert "current: 1; 8 CPUs are usable) at train.py:4" in warning

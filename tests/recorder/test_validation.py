@@ -64,6 +64,36 @@ def test_the_line_of_the_loop_that_leads_to_it_is_named(evaluation: Evaluation) 
     assert evaluation.where.endswith(f"test_validation.py:{train.__code__.co_firstlineno + 1}")
 
 
+def test_it_is_over_when_a_loop_around_it_comes_round_again(evaluation: Evaluation) -> None:
+    def train_folds() -> None:
+        for fold in range(2):
+            asked.append(evaluation.goes_on(here()))  # as the features of this fold are made
+            if fold == 0:
+                evaluation.switched(model, sys._getframe(), loop=frozenset({train_folds.__code__}))
+                asked.append(evaluation.goes_on(here()))
+
+    model = torch.nn.Linear(1, 1).eval()
+    asked: list[bool] = []
+    train_folds()
+    assert asked[1:] == [True, False]
+
+
+def test_a_loop_that_draws_before_the_switch_still_evaluates(evaluation: Evaluation) -> None:
+    def run() -> None:
+        loop = frozenset({run.__code__})
+        for batch in range(3):
+            if batch:
+                evaluation.drew(sys._getframe(), loop)
+                asked.append(evaluation.goes_on(here()))
+            else:
+                evaluation.switched(model, sys._getframe(), loop)
+
+    model = torch.nn.Linear(1, 1).eval()
+    asked: list[bool] = []
+    run()
+    assert asked == [True, True]
+
+
 def test_the_function_that_switches_a_model_is_the_scripts_and_not_the_models_own() -> None:
     class Frozen(torch.nn.Linear):
         def train(self, mode: bool = True) -> Frozen:

@@ -227,8 +227,7 @@ class Monitor:
         util_pct = sum(used) / len(used) if used and self._progress.on_gpu else None
         if self._progress.on_gpu and util_pct is None:
             return
-        loader = next((loader for loader in self._progress.loaders if loader.role == "train"), None)
-        warning = low_gpu_warning(util_pct, trained, loader, cpu_capacity().usable)
+        warning = low_gpu_warning(util_pct, trained, self._progress.loaders, cpu_capacity().usable)
         if warning is not None:
             self._bar.close()
             first, *rest = warning.splitlines()

@@ -5,6 +5,8 @@ The first line says what the time goes into; only settings that touch that are o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import pct, percent, seconds
 from fulltilt.records import BUCKETS, Buckets, LoaderRecord
@@ -24,7 +26,7 @@ _CAUSES = {
 
 
 def low_gpu_warning(
-    util_pct: float | None, buckets: Buckets, loader: LoaderRecord | None, usable_cpus: float
+    util_pct: float | None, buckets: Buckets, loaders: Iterable[LoaderRecord], usable_cpus: float
 ) -> str | None:
     """What holds the job up in the time that ``buckets`` describe, then a line a cure; None where there is nothing.
 
@@ -43,7 +45,8 @@ def low_gpu_warning(
     name = likely_cause(buckets, util_pct is not None)
     cause = f"{_CAUSES[name]} ({percent(getattr(buckets, name) / active_s)} of the training time)"
     lines = [] if cause == title else [f"most likely: {cause}"]
-    lines += _settings(buckets, active_s, loader, usable_cpus)
+    trains = [loader for loader in loaders if loader.role == "train"]
+    lines += _settings(buckets, active_s, max(trains, key=lambda loader: loader.wait_s, default=None), usable_cpus)
     return "\n".join((title, *(f"- {line}" for line in lines)))
 
 

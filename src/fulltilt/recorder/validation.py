@@ -27,6 +27,8 @@ class Evaluation:
         self._model: weakref.ref[Any] | None = None
         self._switching: CodeType | None = None
         self._drawing: CodeType | None = None
+        # How far the training loop, and what called it, had come: behind that is a next turn of theirs.
+        self._reached: dict[CodeType, int] = {}
 
     @property
     def in_sight(self) -> bool:
@@ -44,22 +46,28 @@ class Evaluation:
         self.where = self.where or line_in(loop, frame)
         self._model, self._drawing = weakref.ref(model), None
         self._switching = function_that_switches(model, frame)
+        self._reached = positions_in(loop, frame)
         self.seen += 1
 
     def drew(self, frame: FrameType | None, loop: frozenset[CodeType] = frozenset()) -> None:
         """A batch was drawn for it, by the function with this frame or by one that called it."""
         self.where = self.where or line_in(loop, frame)
         self._drawing = function_that_draws(frame)
+        here = positions_in(loop, frame) if self._reached else {}
+        self._reached = {code: min(position, here.get(code, position)) for code, position in self._reached.items()}
         self.seen += 1
 
     def forget(self) -> None:
         """The job trains again."""
         self._model = self._switching = self._drawing = None
+        self._reached = {}
 
     def goes_on(self, stack: Stack) -> bool:
         """Whether the thread with this stack still evaluates."""
         model = self._model() if self._model is not None else None
         if model is not None and model.training:
+            return False
+        if any(position < self._reached.get(code, 0) for code, position in stack.calls):
             return False
         return self._drawing is None or any(
             code is self._drawing
@@ -67,6 +75,11 @@ class Evaluation:
             or (code.co_name == MODEL_CALL and owner(code.co_filename) == "torch_module")
             for code, _ in stack.calls
         )
+
+
+def positions_in(loop: frozenset[CodeType], frame: FrameType | None) -> dict[CodeType, int]:
+    """Where in their bytecode these functions stand; of one that calls itself, the outermost call."""
+    return {caller.f_code: caller.f_lasti for caller in callers(frame) if caller.f_code in loop}
 
 
 def line_in(loop: frozenset[CodeType], frame: FrameType | None) -> str | None:

@@ -61,8 +61,7 @@ class IdleGpu:
         buckets = self._following.recent_buckets(WARN_AFTER_S)
         if not used or buckets.total_s - buckets.startup_s < WARN_AFTER_S:
             return
-        loader = next((loader for loader in self._following.loaders if loader.role == "train"), None)
-        warning = low_gpu_warning(sum(used) / len(used), buckets, loader, cpu_capacity().usable)
+        warning = low_gpu_warning(sum(used) / len(used), buckets, self._following.loaders, cpu_capacity().usable)
         cause = likely_cause(buckets, on_gpu=True)
         if warning is not None and cause not in self._told:
             self._told.add(cause)
