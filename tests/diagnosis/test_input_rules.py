@@ -423,8 +423,10 @@ def test_numpy_batches_should_become_tensors() -> None:
 
 
 def test_a_training_thread_that_rebuilds_batches_is_handover_even_if_workers_are_busy() -> None:
-    finding = found(input_handover(gather(fed(workers(), wait_cpu_s=50.0))))
-    assert finding.fix.startswith("Send fewer and smaller tensors at train.py:31")
+    finding = found(input_handover(gather(fed(workers(), wait_cpu_s=50.0, collate="default_collate"))))
+    assert finding.fix.startswith("Send fewer and smaller tensors at train.py:31: return only the fields")
+    finding = found(input_handover(gather(fed(workers(), wait_cpu_s=50.0, collate="as_lists"))))
+    assert "stack each field in the collate function as_lists" in finding.fix
 
 
 def test_batches_that_are_quick_to_fetch_need_no_workers() -> None:

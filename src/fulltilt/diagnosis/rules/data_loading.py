@@ -412,9 +412,11 @@ def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) 
     if cheap:
         return f"Fetch without workers: {rewritten(evidence, loader, num_workers=0)}{at(loader.where)}; {alone}."
     if costly:
+        stacks = loader.collate in (None, "default_collate")  # torch's own already does
+        fewer = "return only the fields that the training uses" if stacks else f"stack each field in {collate}"
         return (
-            f"Send fewer and smaller tensors{at(loader.where)}: stack each field into one tensor in {collate}, "
-            "keep integers as uint8 and convert them after the batch has arrived."
+            f"Send fewer and smaller tensors{at(loader.where)}: {fewer}, keep integers as uint8 and convert them "
+            "after the batch has arrived."
         )
     return None
 
