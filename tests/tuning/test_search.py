@@ -13,6 +13,7 @@ from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
 from fulltilt.tuning.search import next_attempt
 from fulltilt.tuning.solutions import (
+    busy_machine_sentence,
     in_words,
     nothing_tried_sentence,
     nothing_worked_sentence,
@@ -213,6 +214,17 @@ def test_winner_and_start_are_measured_in_turns() -> None:
     assert len(order) >= 4
 
 
+def test_each_candidate_is_compared_with_trials_of_the_start_right_before_its_own() -> None:
+    def verify(workers: int | None, rate: float) -> Trial:
+        return Trial(Settings(num_workers=workers), "ok", rate, 0.99 * rate, 1.01 * rate, purpose="verify")
+
+    slow_hour = [verify(None, 50.0), verify(2, 50.0), verify(None, 50.0), verify(2, 50.0)]
+    assert compare([*slow_hour, verify(3, 100.0)], Settings(num_workers=3)) is None
+    comparison = compare([*slow_hour, verify(None, 100.0), verify(3, 100.0)], Settings(num_workers=3))
+    assert comparison is not None
+    assert (comparison.pairs, comparison.ratio) == (1, pytest.approx(1.0))
+
+
 def test_with_little_time_only_the_best_of_several_is_verified() -> None:
     close = Job({0: 60.0, 4: 200.0, 8: 400.0, 9: 396.0, 10: 300.0, 12: 300.0, 32: 200.0}, 900.0, noise=0.02)
     for budget_s in (65.0, 75.0, 85.0, 95.0):
@@ -252,6 +264,12 @@ def test_a_trial_that_is_sure_of_nothing_verifies_nothing(high: float | None) ->
     assert comparison is not None
     assert not comparison.wins
     assert "inf" not in rate_words(other)
+
+
+def test_a_busy_machine_is_told() -> None:
+    quiet, busy = (Trial(Settings(), "ok", 100.0, others_share=share) for share in (0.01, 0.6))
+    assert busy_machine_sentence([quiet]) is None
+    assert "up to 60 % of the CPUs" in (busy_machine_sentence([quiet, busy]) or "")
 
 
 def test_a_study_that_tried_nothing_says_why() -> None:

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -30,11 +31,13 @@ from fulltilt.recorder.job_command import job_command
 from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console
 from fulltilt.store import LineWriter, OwnedFolder, owned_folder, read_lines, write_json
+from fulltilt.tuning import study as study_module
 from fulltilt.tuning.source_edit import fingerprint
-from fulltilt.tuning.space import Space
+from fulltilt.tuning.space import Attempt, Space
 from fulltilt.tuning.study import KIND, STUDY_FILE, TRIALS_FILE, Study, StudyRecord
 from fulltilt.tuning.trial.isolation import Isolation, choose
 from fulltilt.tuning.trial.throughput import Patience
+from fulltilt.tuning.verification import winner
 from tests.diagnosis.examples import loader
 
 IN_PLACE = Isolation("none")
@@ -231,6 +234,52 @@ def test_a_study_does_not_go_on_with_a_script_that_has_changed(
     with pytest.raises(UsageError, match=f"{changed} has changed since the first of the 1 trials"):
         study.run(1e6, lambda *_: None, lambda _: None)
     study.close()
+
+
+def test_what_the_budget_cuts_off_is_no_result_and_its_pair_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A candidate whose verification the budget ended was called broken, and the next one verified in its stead."""
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "study"
+    told = partial(Study, ["train.py"], ["python", "train.py"], out, Space(4), IN_PLACE, None, lambda _: None)
+    rates: list[float | None] = [100.0, 400.0, 300.0, 100.0, None]  # start, two counts of workers, start, cut off
+
+    def measure(_study: Study, attempt: Attempt, limit_s: float, _tick: object) -> Trial:
+        rate = rates.pop(0) if rates else 400.0 if attempt.settings.num_workers else 100.0
+        if rate is None:
+            return Trial(attempt.settings, "timed_out", purpose=attempt.purpose, wall_s=limit_s)
+        figures = (rate, 0.99 * rate, 1.01 * rate)
+        forced = replace(attempt.settings, num_workers=attempt.settings.num_workers or 0)
+        wait = 0.01 if rate == 400.0 else 0.8
+        return Trial(
+            attempt.settings, "ok", *figures, purpose=attempt.purpose, in_force=forced, data_wait_share=wait, wall_s=9.0
+        )
+
+    monkeypatch.setattr(Study, "measure", measure)
+    monkeypatch.setattr(study_module, "next_attempt", lambda trials, _space: searched(trials))
+    first = told()
+    first.run(46.0, lambda _attempt, _wall_s: None, lambda _trial: None)
+    first.close()
+    assert [trial.state for trial in first.trials] == ["ok"] * 4
+    again = told()
+    assert len(again.trials) == 3
+    again.run(600.0, lambda _attempt, _wall_s: None, lambda _trial: None)
+    again.close()
+    verified = [trial.settings.num_workers for trial in again.trials if trial.purpose == "verify"]
+    assert verified == [None, 2, None, 2]
+    won = winner(again.trials)
+    assert won is not None
+    assert won.candidate == Settings(num_workers=2)
+
+
+def searched(trials: Sequence[Trial]) -> Attempt | None:
+    asked: list[tuple[Settings, Literal["start", "search"]]] = [
+        (Settings(), "start"),
+        (Settings(num_workers=2), "search"),
+        (Settings(num_workers=3), "search"),
+    ]
+    return Attempt(*asked[len(trials)], "in order") if len(trials) < len(asked) else None
 
 
 def test_a_study_in_which_nothing_worked_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

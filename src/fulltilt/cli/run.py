@@ -155,7 +155,7 @@ def run_job(
         process = JobProcess(command, {**os.environ, **variables, **live})
     except OSError as error:
         raise UsageError(f"cannot start {command[0]}: {error.strerror or error}") from error
-    with Monitor(folder, process.pid, t0_ns, gpus) as monitor:
+    with Monitor(folder, process.pid, t0_ns, gpus, advises=not live) as monitor:
         status = process.wait(monitor.tick)
     wall_s = (time.perf_counter_ns() - t0_ns) * 1e-9
     killed = max((oom_kills() or 0) - killed_before, 0) if killed_before is not None else 0
@@ -166,7 +166,7 @@ def run_job(
 class Monitor:
     """Samples the machine into the run folder and tells how the job fares for as long as it runs."""
 
-    def __init__(self, folder: Path, pid: int, t0_ns: int, gpus: Gpus) -> None:
+    def __init__(self, folder: Path, pid: int, t0_ns: int, gpus: Gpus, advises: bool = True) -> None:
         self._folder = folder
         self._t0_ns = t0_ns
         from fulltilt.probes.host import HostProbe
@@ -180,7 +180,7 @@ class Monitor:
         self._progress = Following(folder)
         self._bar = StatusBar(sys.stderr)
         self._next_tick_s = 0.0
-        self._warned = False
+        self._warned = not advises  # live tuning changes settings itself, and says which
 
     def _take(self, sample: Sample) -> None:
         self._samples.append(sample)

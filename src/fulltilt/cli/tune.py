@@ -31,6 +31,7 @@ from fulltilt.report.console import open_console
 from fulltilt.store import SETTINGS_FILE, OwnedFolder
 from fulltilt.tuning.learning_rate import looks_deeply_supervised
 from fulltilt.tuning.solutions import (
+    busy_machine_sentence,
     by_hand,
     changing_data_set_sentence,
     in_words,
@@ -268,6 +269,8 @@ def show_study(
     verdict = nothing_else or verdict_sentence(best, looked_faster, stopped)
     if streams_alone(record.loader) and (sentence := workers_stay_sentence(trials)) is not None:
         verdict = sentence if nothing_tried_sentence(trials) else f"{verdict} {sentence}"
+    if won is None and (busy := busy_machine_sentence(trials)) is not None:
+        verdict = f"{verdict} {busy}"
     console.print(Text(verdict))
     if record.data_set_changes is not None and record.loader is not None:
         file = (record.loader.where or "").rpartition(":")[0]

@@ -73,11 +73,11 @@ def _settings(buckets: Buckets, active_s: float, loader: LoaderRecord | None, us
     place = f" at {loader.where}" if loader.where else ""
     if 0 < loader.num_workers < usable_cpus - 1:
         lines = [f"increase {workers} (current: {loader.num_workers}; {usable_cpus:g} CPUs are usable){place}"]
+        lines += [f"increase {prefetch}"]
     elif loader.num_workers == 0:
         lines = [f"increase {workers} (current: 0){place}"]
     else:
         lines = [f"{workers} (current: {loader.num_workers}) already fills the {usable_cpus:g} usable CPUs{place}"]
-    lines += [f"increase {prefetch}"] if loader.num_workers else []
     if loader.batch_size is not None:
         lines.append(f"a larger {batch} does not help while data is late")
     steady = loader.batches - max(loader.passes, 1)

@@ -317,7 +317,7 @@ class Trial:
     """One measured try of settings. An out-of-memory trial is a result, not a failure.
 
     ``settings`` is what was asked for, ``in_force`` what the job then ran with. ``losses`` are those of the first
-    steps, one a step; ``cpu_pct`` of 100 is one core.
+    steps, one a step; ``cpu_pct`` of 100 is one core; ``others_share`` of the CPUs had other processes.
     """
 
     settings: Settings
@@ -337,6 +337,7 @@ class Trial:
     wall_s: float | None = None
     losses: tuple[float, ...] = ()
     folder: str | None = None
+    others_share: float | None = None
 
 
 # --------------------------------------------------------------------------- the job on one rank

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fulltilt import figures
+from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.records import Settings, Trial
 from fulltilt.report import run_view
 from fulltilt.tuning.learning_rate import Scaled, scale
@@ -226,6 +227,14 @@ def nothing_worked_sentence(trials: Sequence[Trial]) -> str | None:
     why = f"{STATES[last.state]}{f': {last.note}' if last.note else ''}"
     failed = figures.count("trial", len(searched))
     return f"No other settings could be measured: all {failed} of others failed ({why})."
+
+
+def busy_machine_sentence(trials: Sequence[Trial]) -> str | None:
+    """That other processes had a large part of the CPUs; None where they had not."""
+    most = max((trial.others_share or 0.0 for trial in trials), default=0.0)
+    if most < LIMITS.others_share:
+        return None
+    return f"Other processes had up to {figures.percent(most)} of the CPUs: tune again when they are free."
 
 
 def workers_stay_sentence(trials: Sequence[Trial]) -> str | None:

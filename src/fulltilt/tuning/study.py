@@ -94,6 +94,8 @@ class Study:
             tell(f"nothing could be measured in {folder} so far; the study starts over")
             self.trials = []
             self.folder.remove(TRIALS_FILE)
+        if self.trials and (self.trials[-1].purpose, self.trials[-1].settings) == ("verify", Settings()):
+            self.trials.pop()  # its pair was not made, and the machine's pace may be another by now
         self._writer = store.LineWriter(self.folder.path / TRIALS_FILE)
         self._caches = Path(tempfile.mkdtemp(prefix="fulltilt-caches-"))
 
@@ -147,6 +149,8 @@ class Study:
                 return
             limit_s = time_limit_s(self.trials, left_s, self._trial_limit_s)
             trial = self.measure(attempt, limit_s, partial(trying, attempt))
+            if trial.state == "timed_out" and limit_s == left_s and self.trials:
+                return  # cut off by the end of the study: it says nothing of these settings
             self.trials.append(trial)
             self._writer.write([trial])
             tried(trial)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean, pvariance, variance
 
 from fulltilt.records import Settings, Trial
@@ -51,12 +51,12 @@ class Comparison:
 def compare(trials: Sequence[Trial], candidate: Settings) -> Comparison | None:
     """The candidate against the start; None before the first pair.
 
-    The search picks the best of many noisy trials, which flatters it: only trials made to verify count here.
+    The search picks the best of many noisy trials, which flatters it: only trials made to verify count here, and of
+    those the ones right behind a trial of the start, since a machine's pace changes from minute to minute.
     """
     verifying = [trial for trial in trials if trial.purpose == "verify" and is_valid(trial)]
-    start = [trial for trial in verifying if trial.settings == Settings()]
-    other = [trial for trial in verifying if trial.settings == candidate]
-    pairs = list(zip(start, other, strict=False))
+    turns = pairwise(verifying)
+    pairs = [(start, other) for start, other in turns if (start.settings, other.settings) == (Settings(), candidate)]
     if not pairs:
         return None
     logs = [math.log(rate(b) / rate(a)) for a, b in pairs]
@@ -108,7 +108,7 @@ def next_verification(trials: Sequence[Trial]) -> Attempt | None:
     verifying = [trial for trial in trials if trial.purpose == "verify"]
     if len(verifying) >= 2 * MOST_CANDIDATES * MOST_PAIRS:
         return None
-    made = Counter(trial.settings for trial in verifying if is_valid(trial))
+    last = next((trial for trial in reversed(verifying) if is_valid(trial)), None)
     # What worked once and then did not is not to be recommended.
     broken = {trial.settings for trial in verifying if trial.state not in ("ok", "throttled")}
     for candidate in candidates(trials):
@@ -116,8 +116,8 @@ def next_verification(trials: Sequence[Trial]) -> Attempt | None:
         if candidate in broken:
             continue
         if found is None or not found.decided:
-            is_behind = made[candidate] < made[Settings()]
-            return Attempt(candidate if is_behind else Settings(), "verify", "the winner and the start in turns")
+            follows_start = last is not None and last.settings == Settings()
+            return Attempt(candidate if follows_start else Settings(), "verify", "the winner and the start in turns")
         if found.wins:
             return None
     return None

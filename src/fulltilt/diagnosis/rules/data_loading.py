@@ -415,8 +415,8 @@ def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) 
         stacks = loader.collate in (None, "default_collate")  # torch's own already does
         fewer = "return only the fields that the training uses" if stacks else f"stack each field in {collate}"
         return (
-            f"Send fewer and smaller tensors{at(loader.where)}: {fewer}, keep integers as uint8 and convert them "
-            "after the batch has arrived."
+            f"Send fewer and smaller tensors{at(loader.where)}: {fewer}, keep integers in the smallest type that "
+            "holds them and convert them after the batch has arrived."
         )
     return None
 

@@ -69,6 +69,7 @@ def conclude(
         cpu_pct=evidence.host.tree_cpu_pct if evidence is not None else None,
         wall_s=ended.wall_s,
         losses=answer.losses,
+        others_share=evidence.host.others_share if evidence is not None else None,
     )
 
 
