@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import linecache
 import re
 import sys
@@ -62,12 +63,20 @@ def line_at(code: CodeType, position: int) -> int:
 def _span_at(code: CodeType, position: int) -> Span:
     """First and last line, first and last column of the instruction at a bytecode position."""
     spans = _spans(code)
-    return spans[position // 2] if 0 <= position // 2 < len(spans) else (None, None, None, None)
+    span = spans[position // 2] if 0 <= position // 2 < len(spans) else (None, None, None, None)
+    target = _jumps(code).get(position) if span[0] is None else None
+    return span if target is None else spans[target // 2]
 
 
 @lru_cache(REMEMBERED)
 def _spans(code: CodeType) -> list[Span]:
     return list(code.co_positions())
+
+
+@lru_cache(REMEMBERED)
+def _jumps(code: CodeType) -> dict[int, int]:
+    """Where the jumps back to the head of a loop lead. In Python 3.11 some have no line; threads take turns there."""
+    return {step.offset: step.argval for step in dis.get_instructions(code) if step.opname.startswith("JUMP_BACKWARD")}
 
 
 # --------------------------------------------------------------------------- whose C code
