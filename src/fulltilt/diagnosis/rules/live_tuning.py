@@ -88,21 +88,32 @@ def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
         fix = f"Leave the loader{place} at {settings_words(live.settings)}. Live tuning tried what could pay: {tried}."
     if (trial := on_trial(live)) is not None:
         fix += f" On trial at the end: {settings_words(trial)}; a longer run with --auto would tell if that pays more."
-    elif live.wait_share is not None and live.wait_share >= LIMITS.warn_share:
+    if _still_waits(live):
         line = costliest_line(evidence)
         cheaper = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
         waits = f"waits for data in {percent(live.wait_share)} of the measured time"
-        fix += f" Training still {waits} with it: make {cheaper} cheaper."
+        fix += f" Training still {waits} with {settings_words(live.settings)}: make {cheaper} cheaper."
     return fix
 
 
+def _still_waits(live: LiveRecord) -> bool:
+    """Whether no setting has made the loader fast enough."""
+    return live.wait_share is not None and live.wait_share >= LIMITS.warn_share
+
+
 def _gain(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> Gain | None:
-    """What a run wins that begins with the settings found, over this one, which had to find them."""
+    """What a run wins that begins with the settings found, over this one, which had to find them.
+
+    Where training still waits with them, a cheaper fetch wins more: up to all of the waiting.
+    """
     if not live.batches_per_s or live.wait_share is None:
         return None
+    if not changes(live):
+        return gain_without_wait(evidence) if _still_waits(live) else None
     left_s = loader.batches * live.wait_share / live.batches_per_s
     saved_s = max(evidence.buckets.data_wait_s - left_s, 0.0)
-    return by_removing(evidence.share(saved_s))
+    low, high = by_removing(evidence.share(saved_s))
+    return low, gain_without_wait(evidence)[1] if _still_waits(live) else high
 
 
 def _measured(batches_per_s: float, wait_share: float) -> str:
