@@ -363,6 +363,11 @@ def test_busy_workers_are_raised_to_what_is_needed() -> None:
     assert finding.predicted_speedup == (1.75, 2.63)
 
 
+def test_time_in_which_workers_wait_for_a_cpu_is_not_told_as_computing() -> None:
+    finding = found(input_cpu_bound(gather(fed(workers(fetch_cpu_s=110.0, cpu_wait_s=45.0)))))
+    assert any("computing or waiting for a CPU" in fact for fact in finding.evidence)
+
+
 def test_busy_workers_that_fill_the_cpus_need_a_cheaper_line() -> None:
     finding = found(input_cpu_bound(gather(fed(workers(), cpus=2.0))))
     assert finding.fix.startswith("Make decode (dataset.py:48) cheaper: 2 workers and the training fill the CPUs")

@@ -28,7 +28,7 @@ from fulltilt.diagnosis.findings import (
 )
 from fulltilt.diagnosis.ledger import hung_stretch
 from fulltilt.diagnosis.libraries import beside_training, divides_itself, keeps_workers, shards_limit, worker_setting
-from fulltilt.diagnosis.loader_bottleneck import Limit, Supply, sampling_share
+from fulltilt.diagnosis.loader_bottleneck import Limit, Supply, queue_for_cpus, sampling_share
 from fulltilt.diagnosis.preflight import PLACES
 from fulltilt.diagnosis.rules.worker_count import (
     WorkerPlan,
@@ -315,7 +315,8 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
 def _worker_time(supply: Supply, limit: Limit) -> str:
     busy = supply.busy_share if supply.busy_share is not None else supply.batch_cpu_s / supply.batch_s
     workers = count("worker", supply.workers)
-    nature = f"{percent(busy)} computing" if limit is Limit.CPU else f"{percent(1 - busy)} waiting, not computing"
+    computing = "computing or waiting for a CPU" if queue_for_cpus(supply, LIMITS.warn_share) else "computing"
+    nature = f"{percent(busy)} {computing}" if limit is Limit.CPU else f"{percent(1 - busy)} waiting, not computing"
     return f"{workers} at {seconds(supply.batch_s)} a batch, {nature}, idle {percent(supply.idle_share)} of their time"
 
 
