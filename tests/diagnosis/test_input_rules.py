@@ -173,7 +173,7 @@ def test_serial_loading_says_how_many_workers_its_cost_needs() -> None:
     assert "62 ms a batch, 97 % of it on the CPU" in finding.evidence[1]
     assert finding.fix.startswith(
         "Set num_workers=2 at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)"
-        " (another shuffle from the second epoch on)."
+        " (later epochs are shuffled differently)."
     )
     assert "2 workers would hide it; the quota allows 8 CPUs, enough for 7 such workers" in finding.fix
     # Two workers at the serial rate: 2 × 516.1 / 320 = 3.23, more than the wait itself allows: 1 / 0.38.
@@ -358,7 +358,7 @@ def test_busy_workers_are_raised_to_what_is_needed() -> None:
     assert finding.fix.startswith(
         "Raise num_workers 2 → 5 at train.py:31: "
         "DataLoader(..., num_workers=5, persistent_workers=True, pin_memory=True)"
-        " (another shuffle from the second epoch on)."
+        " (later epochs are shuffled differently)."
     )
     assert finding.predicted_speedup == (1.75, 2.63)
 
@@ -545,7 +545,7 @@ def test_respawned_workers_should_persist() -> None:
     assert finding.evidence[1] == "41 passes, 1 s for each new one"
     assert finding.fix == (
         "Keep the workers alive at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)"
-        " (another shuffle from the second epoch on)."
+        " (later epochs are shuffled differently)."
     )
     assert finding.predicted_speedup == (1.25, 1.67)
 
@@ -565,7 +565,7 @@ def test_loaders_that_one_line_makes_of_a_changing_data_set_are_one() -> None:
     assert "8 passes, 8.57 s for each new one" in finding.evidence
     assert "its 2 workers are started anew for each pass (the DataLoader is made 8 times)" in finding.evidence
     assert finding.fix.endswith(
-        "True), made once before the loop over epochs (another shuffle from the second epoch on)."
+        "True), made once before the loop over epochs (later epochs are shuffled differently)."
     )
     assert answer(run).verdict.sentence.startswith(
         "A pause at each epoch's start: starting 8 passes over the data takes 60 %"
@@ -601,7 +601,7 @@ def test_a_loader_made_for_each_pass_should_be_made_once(persistent: bool) -> No
     assert finding.evidence[2] == "its 2 workers are started anew for each pass (the DataLoader is made 41 times)"
     assert finding.fix == (
         "Keep the workers alive at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True), "
-        "made once before the loop over epochs (another shuffle from the second epoch on)."
+        "made once before the loop over epochs (later epochs are shuffled differently)."
     )
 
 
@@ -615,7 +615,7 @@ def test_the_first_workers_of_a_loader_made_for_each_pass_need_one_that_stays() 
 def test_a_loader_for_each_fold_is_not_a_loader_for_each_pass() -> None:
     passing = loader(num_workers=2, passes=40, constructed=4, restart_s=40.0)
     finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
-    assert finding.fix.endswith("persistent_workers=True) (another shuffle from the second epoch on).")
+    assert finding.fix.endswith("persistent_workers=True) (later epochs are shuffled differently).")
 
 
 def test_passes_without_workers_should_be_longer() -> None:

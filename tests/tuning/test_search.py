@@ -73,7 +73,7 @@ def test_a_solution_says_what_it_changes() -> None:
     assert risk_of(trial) == "low: the same training"
     assert risk_of(trial, streams=True) == "low: the samples of the stream come in another order"
     kept = Trial(Settings(num_workers=4, persistent_workers=True), "ok", 100.0)
-    assert risk_of(kept) == "low: shuffled otherwise from the second epoch on"
+    assert risk_of(kept) == "low: later epochs are shuffled differently"
     assert in_words(Settings(prefetch_factor=4)) == "prefetch 4"
 
 
