@@ -422,7 +422,7 @@ def test_settings_are_put_in_force(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fulltilt", "run", "--out", "run", "--settings", "s.json", "job.py"]
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "workers that persist (--settings) shuffle otherwise from the second epoch on" in done.stderr
+    assert "workers that persist (--settings) later epochs are shuffled differently" in done.stderr
     (loader,) = json.loads((tmp_path / "run" / "rank-0.json").read_text())["loaders"]
     assert (loader["num_workers"], loader["prefetch_factor"], loader["persistent_workers"]) == (2, 3, True)
     assert loader["batch_size"] == 8

@@ -564,9 +564,7 @@ def test_loaders_that_one_line_makes_of_a_changing_data_set_are_one() -> None:
     finding = found(epoch_restart(gather(run)))
     assert "8 passes, 8.57 s for each new one" in finding.evidence
     assert "its 2 workers are started anew for each pass (the DataLoader is made 8 times)" in finding.evidence
-    assert finding.fix.endswith(
-        "True), made once before the loop over epochs (later epochs are shuffled differently)."
-    )
+    assert finding.fix.endswith("True), made once before the loop over epochs (later epochs are shuffled differently).")
     assert answer(run).verdict.sentence.startswith(
         "A pause at each epoch's start: starting 8 passes over the data takes 60 %"
     )

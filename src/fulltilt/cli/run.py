@@ -281,7 +281,7 @@ def end_run(
             for rank in read.ranks
             for loader in rank.loaders
         ):
-            tell_wrapped("fulltilt: workers that persist (--settings) shuffle otherwise from the second epoch on")
+            tell_wrapped("fulltilt: with workers that persist (--settings) later epochs are shuffled differently")
         if tuned and not any(rank.live or rank.loaders for rank in read.ranks) and diagnosis.verdict.code != "no_steps":
             tell("fulltilt: --auto found nothing to tune: no DataLoader was seen")
         if store.OwnedFolder(own).owns(store.SETTINGS_FILE):
