@@ -109,6 +109,17 @@ def test_the_mean_step_divides_sums_by_steps_and_keeps_unmeasured_parts_unmeasur
     assert mean_step(run_of(rank())) is None
 
 
+def test_the_first_step_which_is_part_warm_up_is_not_in_the_mean_step() -> None:
+    first, *_ = spans_of(compute=100.0)[1:]
+    spans = (
+        replace(first, steps=1, phases=Phases(load_s=9.0, forward_s=1.0)),
+        replace(first, phases=Phases(load_s=20.0, forward_s=5.0)),
+    )
+    step = mean_step(run_of(rank(), spans=(spans,)))
+    assert step is not None
+    assert (step.load_s, step.forward_s) == (0.02, 0.005)
+
+
 def test_gaps_between_kernels_are_no_work_of_the_gpu() -> None:
     spans = (replace(spans_of(compute=100.0)[1], phases=Phases(gpu_busy_s=90.0, gpu_idle_s=10.0)),)
     kernels = KernelRecord(steps=9, busy_s=0.06, copies_s=0.0, kernels=100, tensor_core_share=None)

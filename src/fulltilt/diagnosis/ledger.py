@@ -204,8 +204,9 @@ def count_samples(spans: Iterable[Span]) -> int | None:
 
 
 def mean_step(run: Run) -> Phases | None:
-    """One training step of rank 0, the mean over all of them. None when no phases were recorded."""
-    spans = [span for span in (run.spans[0] if run.spans else ()) if span.steps > 0 and span.phases is not None]
+    """One training step of rank 0, the mean over all but the first. None when no phases were recorded."""
+    recorded = after_first_step(run.spans[0]) if run.spans else ()
+    spans = [span for span in recorded if span.steps > 0 and span.phases is not None]
     if not spans:
         return None
     steps = sum(span.steps for span in spans)

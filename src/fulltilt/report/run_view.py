@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import TypeAlias
 
 from fulltilt import figures
+from fulltilt.diagnosis.ledger import after_first_step
 from fulltilt.diagnosis.loader_bottleneck import joined, joined_lines
 from fulltilt.figures import NOT_MEASURED, clean, count, number, one_line, percent, seconds, whole
 from fulltilt.records import (
@@ -282,7 +283,8 @@ def step_picture(run: Run, diagnosis: Diagnosis) -> StepPicture | None:
     workers = None if site is None else _worker_lane(site, run.ranks[0].steps, step_s)
     lanes = tuple(lane for lane in (workers, host, gpu) if lane is not None)
     # A run that was cut short has steps of which no phases were written.
-    measured = sum(span.steps for span in (run.spans[0] if run.spans else ()) if span.phases is not None)
+    spans = after_first_step(run.spans[0]) if run.spans else ()
+    measured = sum(span.steps for span in spans if span.phases is not None)
     return StepPicture(step_s, measured, lanes)
 
 
