@@ -22,12 +22,12 @@ class Texts(Dataset):
 
 loader = DataLoader(Texts(), batch_size=4)  # <- here
 embed = torch.nn.Embedding(1000, 32)
-encoder = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+model = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
 head = torch.nn.Linear(32, 4)
-optimizer = torch.optim.AdamW([*embed.parameters(), *encoder.parameters(), *head.parameters()], lr=1e-3)
+optimizer = torch.optim.AdamW([*embed.parameters(), *model.parameters(), *head.parameters()], lr=1e-3)
 
 for batch in loader:
-    hidden = encoder(embed(batch["input_ids"]), src_key_padding_mask=batch["attention_mask"] == 0)
+    hidden = model(embed(batch["input_ids"]), src_key_padding_mask=batch["attention_mask"] == 0)
     loss = torch.nn.functional.cross_entropy(head(hidden[:, 0]), batch["label"])
     optimizer.zero_grad()
     loss.backward()
