@@ -317,7 +317,7 @@ class Trial:
     """One measured try of settings. An out-of-memory trial is a result, not a failure.
 
     ``settings`` is what was asked for, ``in_force`` what the job then ran with. ``losses`` are those of the first
-    steps, one a step; ``cpu_pct`` of 100 is one core; ``others_share`` of the CPUs had other processes.
+    steps, one a step; ``cpu_pct`` of 100 is one core. ``others_share`` is what other processes had of the CPUs.
     """
 
     settings: Settings
