@@ -220,6 +220,8 @@ def test_each_candidate_is_compared_with_trials_of_the_start_right_before_its_ow
 
     slow_hour = [verify(None, 50.0), verify(2, 50.0), verify(None, 50.0), verify(2, 50.0)]
     assert compare([*slow_hour, verify(3, 100.0)], Settings(num_workers=3)) is None
+    slowed = replace(verify(3, 90.0), state="throttled")
+    assert compare([*slow_hour, verify(None, 50.0), slowed, verify(3, 100.0)], Settings(num_workers=3)) is None
     comparison = compare([*slow_hour, verify(None, 100.0), verify(3, 100.0)], Settings(num_workers=3))
     assert comparison is not None
     assert (comparison.pairs, comparison.ratio) == (1, pytest.approx(1.0))

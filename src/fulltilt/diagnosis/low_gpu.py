@@ -72,8 +72,8 @@ def _settings(buckets: Buckets, active_s: float, loader: LoaderRecord | None, us
         ]
     place = f" at {loader.where}" if loader.where else ""
     if 0 < loader.num_workers < usable_cpus - 1:
-        lines = [f"increase {workers} (current: {loader.num_workers}; {usable_cpus:g} CPUs are usable){place}"]
-        lines += [f"increase {prefetch}"]
+        more = f"increase {workers} (current: {loader.num_workers}; {usable_cpus:g} CPUs are usable){place}"
+        lines = [more, f"increase {prefetch}"]
     elif loader.num_workers == 0:
         lines = [f"increase {workers} (current: 0){place}"]
     else:

@@ -54,9 +54,8 @@ def compare(trials: Sequence[Trial], candidate: Settings) -> Comparison | None:
     The search picks the best of many noisy trials, which flatters it: only trials made to verify count here, and of
     those the ones right behind a trial of the start, since a machine's pace changes from minute to minute.
     """
-    verifying = [trial for trial in trials if trial.purpose == "verify" and is_valid(trial)]
-    turns = pairwise(verifying)
-    pairs = [(start, other) for start, other in turns if (start.settings, other.settings) == (Settings(), candidate)]
+    turns = pairwise(trial for trial in trials if trial.purpose == "verify")
+    pairs = [(a, b) for a, b in turns if _is_start(a) and b.settings == candidate and is_valid(b)]
     if not pairs:
         return None
     logs = [math.log(rate(b) / rate(a)) for a, b in pairs]
@@ -66,6 +65,10 @@ def compare(trials: Sequence[Trial], candidate: Settings) -> Comparison | None:
     half = Z_95 * math.sqrt(max(within, between) / len(logs))
     mean = fmean(logs)
     return Comparison(candidate, math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
+
+
+def _is_start(trial: Trial) -> bool:
+    return trial.settings == Settings() and is_valid(trial)
 
 
 def _log_variance(trial: Trial) -> float:
@@ -108,7 +111,6 @@ def next_verification(trials: Sequence[Trial]) -> Attempt | None:
     verifying = [trial for trial in trials if trial.purpose == "verify"]
     if len(verifying) >= 2 * MOST_CANDIDATES * MOST_PAIRS:
         return None
-    last = next((trial for trial in reversed(verifying) if is_valid(trial)), None)
     # What worked once and then did not is not to be recommended.
     broken = {trial.settings for trial in verifying if trial.state not in ("ok", "throttled")}
     for candidate in candidates(trials):
@@ -116,7 +118,7 @@ def next_verification(trials: Sequence[Trial]) -> Attempt | None:
         if candidate in broken:
             continue
         if found is None or not found.decided:
-            follows_start = last is not None and last.settings == Settings()
+            follows_start = bool(verifying) and _is_start(verifying[-1])
             return Attempt(candidate if follows_start else Settings(), "verify", "the winner and the start in turns")
         if found.wins:
             return None
