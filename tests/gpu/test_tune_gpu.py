@@ -28,12 +28,14 @@ class Rows(Dataset):
         return 10_000_000
 
     def __getitem__(self, index):
-        return torch.full((4096,), float(index % 7)), index % 4
+        return torch.full((256,), float(index % 7)), index % 4
 
-model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU()) for _ in range(8)])
-model.append(torch.nn.Linear(4096, 4)).to(device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-for inputs, labels in DataLoader(Rows(), batch_size=256, shuffle=True, num_workers=2):
+# Narrow and deep: the memory's peak lies in the activations, which grow with the batch, not in the optimizer.
+model = torch.nn.Sequential()
+model.extend([torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU()) for _ in range(128)])
+model.append(torch.nn.Linear(256, 4)).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for inputs, labels in DataLoader(Rows(), batch_size=1024, shuffle=True, num_workers=2):
     loss = torch.nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
     optimizer.zero_grad()
     loss.backward()
@@ -51,7 +53,7 @@ def test_trials_on_a_gpu_are_measured_in_isolation(tmp_path: Path, monkeypatch: 
     study = Study(["train.py"], job_command(["train.py"]), tmp_path / "study", space, isolation, 60.0, patience=quick)
     try:
         study.run(
-            180.0, lambda *_: None, lambda trial: print(trial.settings, trial.state, trial.samples_per_s, trial.note)
+            75.0, lambda *_: None, lambda trial: print(trial.settings, trial.state, trial.samples_per_s, trial.note)
         )
     finally:
         study.close()
@@ -62,7 +64,6 @@ def test_trials_on_a_gpu_are_measured_in_isolation(tmp_path: Path, monkeypatch: 
     assert trials[0].gpu_util_pct is not None
     assert all(trial.state in ("ok", "oom", "throttled") for trial in trials)
     larger = [trial for trial in trials if trial.settings.batch_size and is_valid(trial)]
-    if larger:
-        line = vram_line([trials[0], *larger])
-        assert line is not None
-        assert line.slope > 0
+    line = vram_line([trials[0], *larger])
+    assert line is not None
+    assert line.slope > 128 * 256 * 4  # bytes of a sample's activations: one for each of the layers, at least

@@ -21,12 +21,13 @@ class Spinning(Dataset):
 
 def spin(_worker):
     def multiply():
+        torch.set_num_threads(1)
         matrix = torch.randn(1024, 1024)
         while True:
             matrix = (matrix @ matrix).clamp(-1, 1)
 
-    torch.set_num_threads(2 * len(os.sched_getaffinity(0)))
-    threading.Thread(target=multiply, daemon=True).start()
+    for _ in range(2 * len(os.sched_getaffinity(0))):
+        threading.Thread(target=multiply, daemon=True).start()
 
 
 if __name__ == "__main__":
