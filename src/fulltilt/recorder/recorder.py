@@ -37,7 +37,7 @@ RANKS_A_SECOND = 64
 # A killed process loses what it has not written: a second, or this part of what was seen where that is less.
 LOST_SHARE = 0.1
 # Lines, loaders and workers change ever more slowly: they are written at each such part of the job's life, up to these.
-RECORD_SHARE, RECORD_EVERY_S = 0.02, 5.0
+RECORD_SHARE, RECORD_EVERY_S = 0.05, 5.0
 MOST_PROBLEMS = 100
 NS = 1e-9
 
