@@ -61,10 +61,14 @@ def test_a_written_queue_is_changed_where_it_stands() -> None:
     assert edit_call(source, 1, WANTED, BEFORE) == (expected, False)
 
 
+FLAG = 'parser.add_argument("-j", "--io", type=int, default=2)\n'
+
+
 @pytest.mark.parametrize(
     ("source", "line", "given", "why"),
     [
-        ("loader = DataLoader(ds, num_workers=cfg.workers)\n", 1, (), "num_workers is cfg.workers"),
+        ("loader = DataLoader(ds, num_workers=cfg.workers)\n", 1, (), "num_workers is cfg.workers there, not a number"),
+        ("loader = DataLoader(ds, num_workers=args.io)\n" + FLAG, 1, (), "is args.io there, which --io sets on"),
         ("n = 2\nloader = DataLoader(ds, num_workers=n)\n", 2, (), "num_workers is n"),
         ("loader = DataLoader(ds, **options())\n", 1, ("num_workers",), "not followed"),
         ("loader = DataLoader(ds, 8, True, None, None, 2)\n", 1, ("num_workers",), "not followed"),

@@ -251,7 +251,9 @@ def _with_keywords(
             if keyword is None and which in given:
                 raise Unclear(f"{which} is given to DataLoader(...) in a way that is not followed")
             if keyword is not None and not isinstance(keyword.value, ast.Constant):
-                raise Unclear(f"{which} is {ast.unparse(keyword.value)} there, not a number or a word")
+                flag = _flag_of(module, keyword.value)
+                what = f"which {flag} sets on the command line" if flag else "not a number or a word"
+                raise Unclear(f"{which} is {ast.unparse(keyword.value)} there, {what}")
         keyword = written.get(name)
         now = keyword.value.value if keyword is not None else defaults[name]  # type: ignore[attr-defined]
         if now == value:  # written since
@@ -275,6 +277,15 @@ def _with_keywords(
     if not is_as_meant:
         raise Unclear("the call is written in a way that is not changed by machine")
     return source
+
+
+def _flag_of(module: ast.Module, value: ast.expr) -> str | None:
+    """The flag that ``args.value`` is read from, where this file has an ``add_argument`` for it."""
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and _name(node) == "add_argument"]
+    flags = [flag.value for call in calls for flag in call.args if isinstance(flag, ast.Constant)]
+    named = [flag for flag in flags if isinstance(flag, str) and flag.startswith("--")]
+    wanted = value.attr if isinstance(value, ast.Attribute) else None
+    return next((flag for flag in named if flag.lstrip("-").replace("-", "_") == wanted), None)
 
 
 def _name(call: ast.Call) -> str:
