@@ -15,7 +15,7 @@ from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.records import Settings, Trial
 from fulltilt.report import run_view
 from fulltilt.tuning.learning_rate import Scaled, scale
-from fulltilt.tuning.space import WAITS, best_of, is_loader_only, is_valid, knee_of, rate, start_of
+from fulltilt.tuning.space import DEFAULT_PREFETCH, WAITS, best_of, is_loader_only, is_valid, knee_of, rate, start_of
 from fulltilt.tuning.verification import Comparison
 
 FULL_VRAM = 0.9
@@ -95,9 +95,10 @@ def risk_of(trial: Trial, streams: bool = False) -> str:
 def in_words(settings: Settings, current: Settings | None = None) -> str:
     """Settings as a user reads them: ``8 workers, prefetch 4, pinned, persistent``."""
     shown = settings if current is None else current
+    queue = shown.prefetch_factor if shown.prefetch_factor != DEFAULT_PREFETCH else settings.prefetch_factor
     words = {
         figures.count("worker", shown.num_workers or 0): shown.num_workers is not None,
-        f"prefetch {shown.prefetch_factor}": shown.prefetch_factor is not None and shown.num_workers != 0,
+        f"prefetch {queue}": queue is not None and shown.num_workers != 0,
         "pinned": shown.pin_memory,
         "persistent": shown.persistent_workers,
         f"batch {settings.batch_size}": settings.batch_size is not None,
@@ -158,6 +159,8 @@ def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
             figures.NOT_MEASURED if row.learning_rate is None else f"{row.learning_rate.rate:.3g}",
         )
     console.print(table)
+    if len(rows) > 1:
+        console.print(Text("Each was measured once, to choose what to verify.", "dim"))
     for row in rows:
         risk = f" Risk {row.risk}." if row.speedup is not None else ""
         console.print(Text(f"{row.name}: {in_words(row.trial.settings, row.trial.in_force)}.{risk}"))
