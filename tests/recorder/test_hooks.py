@@ -61,6 +61,8 @@ def test_every_original_is_back(tmp_path: Path) -> None:
     assert entry_points() == before
     changed = {name for name in before if during[name] != before[name]}
     kept = {"to", "cuda"} if "torchvision.tv_tensors" in sys.modules else set()
+    if sys.version_info < (3, 11, 8):
+        kept.add("collections")  # Python code within a collection makes parsers of other threads fail there
     assert changed == set(before) - kept
 
 

@@ -1,18 +1,20 @@
 """The source text behind a position in bytecode, and whose C code runs there: torch's or the host's.
 
 It is told from the source and from what the module's global names stand for. A frame's locals are never read: before
-Python 3.13 that leaves a copy of them all behind, which keeps a step's tensors alive until the function returns.
+Python 3.13 that leaves a copy of them all behind, which keeps a step's tensors alive until the function returns. Nor is
+`ast` used: in Python 3.11 two threads cannot parse at a time, and the job's own thread would fail ("AST constructor
+recursion depth mismatch" in ast.literal_eval, which numpy.load calls).
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 import dis
+import keyword
 import linecache
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Literal
@@ -90,7 +92,13 @@ TO_PYTHON = frozenset({"tolist", "numpy", "item", "__array__"})
 FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "Tensor", "FloatTensor", "LongTensor"})
 # Libraries with operators and methods like torch's.
 ARRAYS = frozenset({"numpy", "pandas", "scipy", "polars", "sklearn", "cv2", "PIL", "skimage"})
-OPERATORS = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.AugAssign)
+
+STRING = r"""[rbufRBUF]{0,2}(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
+TOKEN = re.compile(rf"{STRING}|[^\W\d]\w*|\d[\w.]*|\.\.\.|[-+*/%@&|^<>=!~:]+|\S")
+OPERATOR = re.compile(r"[-+*/%@&|^<>~]+=?|[=!]=|in|is|not")
+# Outside of brackets these make something of it that calls nothing itself, or a statement.
+NO_WORK = frozenset(keyword.kwlist) - {"in", "is", "not", "None", "True", "False"} | {",", "=", ":=", ":", ";", "..."}
+CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 _works: dict[tuple[CodeType, str, int], Work | None] = {}
 
@@ -106,40 +114,66 @@ def work_at(code: CodeType, position: int, names: Names) -> Work | None:
 
 
 def _judge(code: CodeType, position: int, names: Names) -> Work | None:
-    try:
-        body = ast.parse(expression_at(code, position) or "").body
-    except (SyntaxError, ValueError, RecursionError):
+    parts = _outer_parts(TOKEN.findall(expression_at(code, position) or ""))
+    while parts and len(parts) == 1 and isinstance(parts[0], list) and parts[0][0] == "(":
+        parts = _outer_parts(parts[0][1:-1])
+    if not parts or any(part in NO_WORK for part in parts if isinstance(part, str)):
         return None
-    node = None if not body else body[0].value if isinstance(body[0], ast.Expr) else body[0]
     own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
     known = {name: value for name, value in names.items() if name not in own}
-    if isinstance(node, ast.Call):
-        return _work_of_call(node.func, own, known) or (_by_the_rest(code, known) if _might_be_either(node) else None)
-    if isinstance(node, OPERATORS):
-        used = {_package(known[part.id]) for part in ast.walk(node) if isinstance(part, ast.Name) and part.id in known}
+    last, operates = parts[-1], any(isinstance(part, str) and OPERATOR.fullmatch(part) for part in parts)
+    if operates or (len(parts) > 1 and last[0] == "["):
+        used = {_package(known[name]) for name in _names(parts) if name in known}
         return "torch" if "torch" in used else "host" if used & ARRAYS else _by_the_rest(code, known)
+    if len(parts) > 1 and last[0] == "(":
+        return _work_of_call(parts[:-1], own, known) or (_by_the_rest(code, known) if _might_be_either(parts) else None)
     return None
 
 
-def _work_of_call(function: ast.expr, own: set[str], known: Names) -> Work | None:
+Part = str | list[str]
+
+
+def _outer_parts(tokens: list[str]) -> list[Part] | None:
+    """The tokens outside of brackets, and each pair of brackets with what is in it; None where one is not closed."""
+    parts, within, awaited = list[Part](), list[str](), list[str]()
+    for token in tokens:
+        if token in CLOSING:
+            awaited.append(CLOSING[token])
+        if awaited:
+            within.append(token)
+            if token == awaited[-1]:
+                awaited.pop()
+                if not awaited:
+                    parts.append(within)
+                    within = []
+        else:
+            parts.append(token)
+    return None if awaited else parts
+
+
+def _names(parts: list[Part]) -> Iterator[str]:
+    """The names of an expression, without attributes and keywords."""
+    tokens = [token for part in parts for token in (part if isinstance(part, list) else [part])]
+    for before, token, behind in zip(["", *tokens], tokens, [*tokens[1:], ""], strict=False):
+        if token.isidentifier() and before != "." and behind != "=":
+            yield token
+
+
+def _work_of_call(function: list[Part], own: set[str], known: Names) -> Work | None:
     """Who works in a call, as far as the called name, or the module that it comes from, tells."""
-    last = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    root: ast.expr = function
-    while isinstance(root, ast.Attribute | ast.Call | ast.Subscript):
-        if isinstance(root, ast.Attribute) and root.attr in TO_PYTHON:
-            return "host"
-        root = root.func if isinstance(root, ast.Call) else root.value
-    name = root.id if isinstance(root, ast.Name) else ""
-    direct = root is function or (isinstance(function, ast.Attribute) and function.value is root)
-    if name in known and (direct or isinstance(known[name], ModuleType)):
+    name = function[0] if isinstance(function[0], str) and function[0].isidentifier() else ""
+    last = function[-1] if isinstance(function[-1], str) else ""
+    if any(part in TO_PYTHON for part in function[1:] if isinstance(part, str)):
+        return "host"
+    if name in known and (len(function) in (1, 3) or isinstance(known[name], ModuleType)):
         return "torch" if _package(known[name]) == "torch" and last not in FROM_PYTHON else "host"
-    if root is function:
+    if len(function) == 1:
         return "host" if name not in own and hasattr(builtins, name) else None
     return "torch" if last in _methods()[0] else None
 
 
-def _might_be_either(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr in _methods()[1]
+def _might_be_either(parts: list[Part]) -> bool:
+    return len(parts) > 2 and parts[-3] == "." and parts[-2] in _methods()[1]
 
 
 def _by_the_rest(code: CodeType, known: Names) -> Work:
