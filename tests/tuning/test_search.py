@@ -207,6 +207,15 @@ def test_one_pair_is_enough_only_for_what_no_noise_explains(low: float, wins: bo
     assert not comparison.decided  # while there is time, a second pair is made
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "pairs", "wins"), [(1.04, 2.45, 2, False), (1.04, 1.5, 2, True), (1.04, 2.45, 3, True)]
+)
+def test_two_pairs_that_differ_widely_verify_nothing(low: float, high: float, pairs: int, wins: bool) -> None:
+    comparison = Comparison(Settings(num_workers=2), 1.5, low, high, pairs)
+    assert comparison.wins is wins
+    assert comparison.decided is wins
+
+
 def test_winner_and_start_are_measured_in_turns() -> None:
     trials = study(Job({0: 60.0, 4: 200.0, 8: 400.0, 12: 300.0, 32: 200.0}, 900.0), SIXTEEN)
     order = [trial.settings == Settings() for trial in trials if trial.purpose == "verify"]

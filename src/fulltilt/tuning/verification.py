@@ -18,6 +18,8 @@ CLEAR_OF_ONE_PAIR = 1.5
 # By the search: one pair will surely show as much as that.
 FAR_AHEAD = 2.0
 MOST_PAIRS = 4
+# Two pairs that differ by more say little: one trial among them was an exception, and nobody knows which.
+LIKE_PAIRS = 1.5
 # After so many candidates that did not win, the start is as good as any.
 MOST_CANDIDATES = 2
 # The relative error of a trial that ended after a single block, whose interval has no end.
@@ -39,7 +41,9 @@ class Comparison:
     @property
     def wins(self) -> bool:
         """Whether the candidate is faster beyond doubt."""
-        return self.low > (1.0 if self.pairs >= LEAST_PAIRS else CLEAR_OF_ONE_PAIR)
+        if self.pairs < LEAST_PAIRS:
+            return self.low > CLEAR_OF_ONE_PAIR
+        return self.low > 1.0 and (self.pairs > LEAST_PAIRS or self.high <= LIKE_PAIRS * self.low)
 
     @property
     def decided(self) -> bool:
