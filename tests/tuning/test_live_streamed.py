@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +42,23 @@ class Draws(IterableDataset[Any]):
         yield from (random.random() for _ in range(SAMPLES))
 
 
+class Lines(IterableDataset[Any]):
+    """Opens a file in its first pass, and reads on in the next one."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[int]:
+        file = OPEN.setdefault(self.path, os.open(self.path, os.O_RDWR))
+        for number in range(SAMPLES):
+            os.read(file, 1)
+            time.sleep(0.001)
+            yield number
+
+
+OPEN: dict[str, int] = {}
+
+
 def passes_of(loader: Any, passes: int = 4) -> list[list[Any]]:
     return [torch.cat(list(loader)).tolist() for _ in range(passes)]
 
@@ -67,6 +86,21 @@ def test_what_a_data_set_carries_from_pass_to_pass_is_left_to_it(tmp_path: Path)
         assert passes_of(one.trains(DataLoader(Shuffled(), batch_size=4))) == expected
         assert one.record.state == "left_alone"
         assert "into the next pass" in one.record.why
+
+
+@pytest.mark.parametrize(("folder", "is_data"), [(None, True), ("/tmp", False)])
+def test_a_file_that_stays_open_is_named_unless_it_is_a_compilers(
+    folder: str | None, is_data: bool, tmp_path: Path
+) -> None:
+    with tempfile.NamedTemporaryFile(dir=folder or tmp_path, prefix="perf-", suffix=".map") as file:
+        file.write(bytes(1000))
+        file.flush()
+        with tuning(tmp_path / "run", [], [True]) as one:
+            loader = one.trains(DataLoader(Lines(file.name), batch_size=4))
+            assert passes_of(loader) == [list(range(SAMPLES))] * 4
+            assert (one.record.state == "left_alone") == is_data
+            assert (file.name in one.record.why) == is_data
+        os.close(OPEN.pop(file.name))
 
 
 def test_what_comes_out_different_in_a_worker_is_left_alone(tmp_path: Path) -> None:

@@ -253,6 +253,10 @@ def kept_generators(own: torch.Generator | None) -> Iterator[None]:
             own.set_state(of_own)
 
 
+# Of the system's, and where JIT compilers (oneDNN's) note their code for `perf`.
+NO_DATA = ("/proc/", "/sys/", "/tmp/perf-")
+
+
 def file_positions() -> dict[tuple[int, str], int]:
     """The position of each file that this process has open to read: forked workers would share it.
 
@@ -261,4 +265,4 @@ def file_positions() -> dict[tuple[int, str], int]:
     if not psutil.LINUX:  # elsewhere nobody tells
         return {}
     to_read = (file for file in psutil.Process().open_files() if file.mode in ("r", "r+"))
-    return {(file.fd, file.path): file.position for file in to_read if not file.path.startswith(("/proc/", "/sys/"))}
+    return {(file.fd, file.path): file.position for file in to_read if not file.path.startswith(NO_DATA)}

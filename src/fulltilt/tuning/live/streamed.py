@@ -135,8 +135,8 @@ class StreamPass:
             batch = next(self._source)
         except StopIteration:
             self._has_ended = True
-            if self._state is not None and self._state_now() != self._state:
-                self.problem = self.problem or CARRIED_OVER
+            if self._state is not None:
+                self._compare_with(*self._state)
             raise
         came_s = time.perf_counter()
         if len(self._arrivals) < MOST_ARRIVALS:
@@ -150,7 +150,15 @@ class StreamPass:
         skipped = 0 if self._knobs.workers else limits.warm_up_batches
         return summarize(self._knobs, self._arrivals[skipped:], limits) if self._has_ended else None
 
-    def _state_now(self) -> Any:
+    def _compare_with(self, digest: bytes, positions: dict[tuple[int, str], int]) -> None:
+        digest_now, positions_now = self._state_now()
+        moved = dict(positions_now.items() ^ positions.items())
+        if self.problem is None and moved:
+            self.problem = f"a file that it reads stays open from pass to pass ({next(iter(moved))[1]})"
+        elif self.problem is None and digest_now != digest:
+            self.problem = CARRIED_OVER
+
+    def _state_now(self) -> tuple[bytes, dict[tuple[int, str], int]]:
         """What a pass may leave behind in the data set, with its random generators, and in files that stay open."""
         pickled = Pickled(self._dataset, is_batch=False, with_generators=True)
         if pickled.problem is not None:
