@@ -79,14 +79,18 @@ def count_positive(labels: list[float]) -> int:
     for label in labels:
         if label > 0.5:
             found += 1
+    while found > 1:
+        found -= 2
     return found
 
 
 def test_a_turn_of_a_loop_is_told_as_the_loop() -> None:
-    """Between two turns other threads get the lock. Python 3.11 has no line for the jump there: it was told as def."""
+    """Between two turns other threads get the lock, whatever of its body has taken the time."""
     code = count_positive.__code__
-    jumps = [i.offset for i in dis.get_instructions(code) if i.opname.startswith("JUMP_BACKWARD")]
-    assert {line_at(code, jump) - code.co_firstlineno for jump in jumps} <= {2, 3, 4}
+    jumps = [i.offset for i in dis.get_instructions(code) if "JUMP_BACKWARD" in i.opname]
+    assert {line_at(code, jump) - code.co_firstlineno for jump in jumps} == {2, 5}
+    assert {shown_at(code, jump) for jump in jumps} == {"for label in labels", "while found > 1"}
+    assert {work_at(code, jump, {"torch": torch}) for jump in jumps} == {"host"}
 
 
 def test_code_that_cannot_be_read_is_not_judged() -> None:

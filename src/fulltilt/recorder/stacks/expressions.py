@@ -50,9 +50,13 @@ def expression_at(code: CodeType, position: int) -> str | None:
 
 @lru_cache(REMEMBERED)
 def shown_at(code: CodeType, position: int) -> str | None:
-    """The source text that tells a reader what happens at a position: a name alone (one stored to) tells nothing."""
+    """The source text that tells a reader what happens at a position: a name alone (one stored to) tells nothing.
+
+    Of a turn of a loop, the loop: a thread that runs Python code alone gives up the lock there, so that samples of the
+    whole body meet it between two turns.
+    """
     text = expression_at(code, position)
-    if text is not None and text.isidentifier():
+    if text is not None and (text.isidentifier() or position in _turns(code)):
         text = linecache.getline(code.co_filename, line_at(code, position)).strip()[:LONGEST]
     return COMMENT.sub("", text).rstrip(":") if text is not None else None
 
@@ -64,10 +68,8 @@ def line_at(code: CodeType, position: int) -> int:
 
 def _span_at(code: CodeType, position: int) -> Span:
     """First and last line, first and last column of the instruction at a bytecode position."""
-    spans = _spans(code)
-    span = spans[position // 2] if 0 <= position // 2 < len(spans) else (None, None, None, None)
-    target = _jumps(code).get(position) if span[0] is None else None
-    return span if target is None else spans[target // 2]
+    spans, at = _spans(code), _turns(code).get(position, position) // 2
+    return spans[at] if 0 <= at < len(spans) else (None, None, None, None)
 
 
 @lru_cache(REMEMBERED)
@@ -76,9 +78,20 @@ def _spans(code: CodeType) -> list[Span]:
 
 
 @lru_cache(REMEMBERED)
-def _jumps(code: CodeType) -> dict[int, int]:
-    """Where the jumps back to the head of a loop lead. In Python 3.11 some have no line; threads take turns there."""
-    return {step.offset: step.argval for step in dis.get_instructions(code) if step.opname.startswith("JUMP_BACKWARD")}
+def _turns(code: CodeType) -> dict[int, int]:
+    """The jumps back to the head of a loop, each with the position of what stands there.
+
+    In Python 3.11 the jump itself has the line of what was done last, or none.
+    """
+    steps = {step.offset: step for step in dis.get_instructions(code)}
+    jumps = [step for step in steps.values() if "JUMP_BACKWARD" in step.opname]
+    line_of = _spans(code)
+    return {
+        jump.offset: jump.argval
+        if steps[jump.argval].opname == "FOR_ITER" or line_of[jump.offset // 2][0] is None
+        else jump.offset
+        for jump in jumps
+    }
 
 
 # --------------------------------------------------------------------------- whose C code
@@ -114,6 +127,8 @@ def work_at(code: CodeType, position: int, names: Names) -> Work | None:
 
 
 def _judge(code: CodeType, position: int, names: Names) -> Work | None:
+    if position in _turns(code):
+        return "host"
     parts = _outer_parts(TOKEN.findall(expression_at(code, position) or ""))
     while parts and len(parts) == 1 and isinstance(parts[0], list) and parts[0][0] == "(":
         parts = _outer_parts(parts[0][1:-1])
