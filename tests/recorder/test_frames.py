@@ -8,6 +8,7 @@ import contextlib
 import copy
 import gc
 import importlib
+import io
 import json
 import multiprocessing
 import queue
@@ -351,7 +352,17 @@ def test_what_a_script_does_to_save_is_saving() -> None:
     def save_checkpoint() -> None:
         time.sleep(0.01)  # zipping it, sending it elsewhere
 
+    def save() -> None:
+        torch.save({}, io.BytesIO())
+        time.sleep(0.01)  # os.replace, fsync
+
+    def save_figure() -> None:
+        time.sleep(0.01)
+
     assert share(looks_at(save_checkpoint, 0.15), "checkpoint") > 0.8
+    assert share(looks_at(save, 0.15), "checkpoint") > 0.8
+    assert share(looks_at(save, 0.15, frozenset({save.__code__})), "checkpoint") < 0.5  # the loop itself
+    assert share(looks_at(save_figure, 0.15), "checkpoint") == 0
 
 
 def test_keeping_a_copy_of_the_weights_is_not_computation() -> None:

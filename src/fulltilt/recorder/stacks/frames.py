@@ -12,6 +12,7 @@ import multiprocessing
 import opcode
 import os
 import queue
+import re
 import selectors
 import subprocess
 import sys
@@ -19,14 +20,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import takewhile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.stacks.expressions import expression_at, line_at, shown_at, work_at
+from fulltilt.recorder.stacks.expressions import REMEMBERED, expression_at, line_at, shown_at, work_at
 from fulltilt.recorder.user_code import own_package, owner, shown_path
 from fulltilt.records import HotLine
 
@@ -39,6 +40,7 @@ MODEL_CALL = "_call_impl"
 ASKS_THE_SAMPLER = "_next_index"
 # How the writing of checkpoints is called: it is more than torch.save (transformers renames all weights, scripts zip).
 SAVING = frozenset({"save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"})
+NAMED_SAVING = re.compile("save|checkpoint|ckpt|snapshot")
 # Of threads and processes: waiting for their beginning or their end brings no batch.
 BRING_NO_BATCH = frozenset({"__init__", "start", "join"})
 # Up to Python 3.11, f_back allocates a frame object, which may begin a garbage collection: where a finalizer in it lets
@@ -189,7 +191,7 @@ def view_of(
             else:
                 user = user or spot
                 calling = calling or (spot if code in loop else None)
-            if code.co_name in SAVING:
+            if code.co_name in SAVING or (code not in loop and _saves(code)):
                 special = special or "checkpoint"
             if not in_module and _is_drawn_from(code, calls[depth + 1 :]) and code not in loop:
                 generator = depth
@@ -214,6 +216,12 @@ def view_of(
         called_at = _shown(calling), calling[0].co_qualname, shown_at(*calling)
     of_line = _shown(spot), spot[0].co_qualname, shown_at(*spot)
     return StackView(kind, *of_line, of_training, sampling, waits, drawn_from, called_at)
+
+
+@lru_cache(REMEMBERED)
+def _saves(code: CodeType) -> bool:
+    """Whether a function of the user's saves, by its name and by what it calls: os.replace and fsync are part of it."""
+    return NAMED_SAVING.search(code.co_name) is not None and {"torch", "save"} <= {*code.co_names}
 
 
 def _shown(spot: Spot) -> str:
