@@ -27,7 +27,7 @@ from fulltilt.records import (
     Settings,
     TransferRecord,
 )
-from tests.diagnosis.examples import gpu, gpu_rank, loader, rank, run_of, sampled, spans_of
+from tests.diagnosis.examples import gpu, gpu_rank, loader, rank, run_of, sampled, spans_of, workers
 
 FP32 = PrecisionRecord(None, "float32", False, False)
 
@@ -47,6 +47,14 @@ def test_a_job_on_the_cpu_is_not_judged_by_a_gpu(bucket: str) -> None:
     codes = {judgement.code for judgement in (*told.findings, *told.abstained)}
     assert not codes & {"transfer_blocking", "sync_point", "launch_bound", "batch_too_small", "precision_unused"}
     assert not codes & {"throttled", "gpu_shared"}
+
+
+@pytest.mark.parametrize(("worked_s", "cheaper"), [(155.0, True), (20.0, False)])
+def test_compute_that_shares_its_cpus_with_workers_is_not_at_its_end(worked_s: float, cheaper: bool) -> None:
+    loading = {"loaders": (loader(num_workers=2),), "workers": (workers(process_cpu_s=worked_s),)}
+    finding = found(compute_bound(gather(run_of(rank(**loading), compute=95.0, data_wait=5.0))))
+    assert ("Make decode (dataset.py:48) cheaper. Apart from that, only a faster" in finding.fix) == cheaper
+    assert finding.fix.startswith("Nothing holds it up") != cheaper
 
 
 # --------------------------------------------------------------------------- transfer_blocking

@@ -113,6 +113,12 @@ class Evidence:
         return min(sum(known) / len(known), self.buckets.host_code_s) if known else None
 
     @property
+    def workers_share(self) -> float:
+        """How much of the job's CPUs the workers of its training loader keep busy."""
+        worked_s = self.workers.process_cpu_s if self.workers is not None else 0.0
+        return min(worked_s / max(self.usable_cpus * self.active_s, 1e-9), 1.0)
+
+    @property
     def contended_s(self) -> float:
         """Host time, while the GPU idled, in which the training thread had no CPU: at most what it waited for one."""
         return min(self.rank.cpu_wait_s or 0.0, self.buckets.host_code_s) if self.on_gpu else 0.0

@@ -72,6 +72,7 @@ class Thresholds:
     confined_queueing_share: float = 0.2  # two on one CPU queue half of their time; neighbours cost a tenth
     crowded_cpus: float = 2.0  # workers and threads for each usable CPU from which queueing is their own doing
     no_cpu_free: float = 0.9  # of all CPUs in use, on average: nobody finds a free one
+    loading_cpu_share: float = 0.15  # of the CPUs that a job computes on: without it compute has a fifth more
     others_share: float = 0.4  # of the CPUs that the job may use: from there on others make it queue
 
     # -- what to expect from a change

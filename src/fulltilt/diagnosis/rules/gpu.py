@@ -11,6 +11,7 @@ from fulltilt.diagnosis.findings import (
     at,
     by_removing,
     by_speeding_up,
+    costliest_line,
     found,
     gain,
     line_cost,
@@ -225,7 +226,12 @@ def compute_bound(evidence: Evidence) -> Judgement:
         fix += "Only less arithmetic makes it faster: a smaller model, lower precision, torch.compile."
     else:
         facts += (others := neighbours(evidence))
-        fix = "Run it where other processes leave it the CPUs; apart from that, only" if others else f"{fix}Only"
+        ways = ["Run it where other processes leave it the CPUs"] if others else []
+        if (loading := evidence.workers_share) >= LIMITS.loading_cpu_share:
+            facts.append(f"loader workers keep {percent(loading)} of the CPUs, which compute then does not have")
+            line = costliest_line(evidence)
+            ways.append(f"Make {f'{line.function} ({line.where})' if line else 'the fetch'} cheaper")
+        fix = f"{'. '.join(ways)}. Apart from that, only" if ways else f"{fix}Only"
         fix += " a faster processor, or a GPU, makes it faster."
     return found(evidence, "compute_bound", compute_s, facts, fix, None, None, "info")
 
