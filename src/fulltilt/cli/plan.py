@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fulltilt import store
+from fulltilt.cli.report import RUNS_FOLDER
 from fulltilt.diagnosis.forecast import forecast
 from fulltilt.errors import UsageError
 from fulltilt.figures import NOT_MEASURED, number, percent, seconds, size
@@ -34,7 +35,7 @@ from fulltilt.tuning.plan import (
 from fulltilt.tuning.space import USABLE_VRAM
 
 EXAMPLES = (
-    "fulltilt plan runs/b8                   # one run",
+    "fulltilt plan                           # from the newest run",
     "fulltilt plan runs/b8 runs/b16          # what grows with the batch",
     "fulltilt plan runs/b8 --gpu 4090 --gpu A100",
     "fulltilt plan out/cod --target iou=0.75",
@@ -42,7 +43,10 @@ EXAMPLES = (
 
 
 def plan(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="A run folder; more of them at other batch sizes.")],
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN", help="Run folders at different batch sizes; without one, the newest run."),
+    ] = None,
     target: Annotated[
         str | None, typer.Option(metavar="METRIC=VALUE", help="How long until then, from the run's history.")
     ] = None,
@@ -56,12 +60,13 @@ def plan(
     """
     wanted = None if target is None else parse_target(target)
     names = {found for name in gpu or () for found in _gpus_named(name)}
-    made = make_plan([store.load(folder) for folder in runs])
+    folders = runs or [store.newest_run(RUNS_FOLDER)]
+    made = make_plan([store.load(folder) for folder in folders])
     if names:
         made = dataclasses.replace(made, gpus=tuple(row for row in made.gpus if row.gpu in names))
     outlook = None
     if wanted is not None:
-        beside = [folder for run in runs for folder in (run, *run.resolve().parents[:2])]
+        beside = [folder for run in folders for folder in (run, *run.resolve().parents[:2])]
         points, epoch_s = read_history(beside, wanted.metric)
         outlook = forecast(points, wanted.value, epoch_s, wanted.mode)
         if outlook.hours is not None and made.samples_per_s:
