@@ -173,7 +173,7 @@ def test_serial_loading_says_how_many_workers_its_cost_needs() -> None:
     assert "62 ms a batch, 97 % of it on the CPU" in finding.evidence[1]
     assert finding.fix.startswith(
         "Set num_workers=2 at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)"
-        " (later epochs are shuffled differently)."
+        " (random augmentations, if any, differ; later epochs are shuffled differently)."
     )
     assert "2 workers would hide it; the quota allows 8 CPUs, enough for 7 such workers" in finding.fix
     # Two workers at the serial rate: 2 × 516.1 / 320 = 3.23, more than the wait itself allows: 1 / 0.38.

@@ -82,6 +82,7 @@ def risk_of(trial: Trial, streams: bool = False) -> str:
     vram_share = (trial.vram_peak_bytes or 0) / (trial.vram_total_bytes or math.inf)
     risks = {
         "low: the samples of the stream come in another order": streams and settings.num_workers is not None,
+        "low: random augmentations, if any, differ": settings.num_workers is not None,
         "low: later epochs are shuffled differently": settings.persistent_workers,
         "medium: another batch size": settings.batch_size is not None and not settings.accumulation,
         "low: the same effective batch": settings.accumulation is not None,
