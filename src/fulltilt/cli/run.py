@@ -310,7 +310,7 @@ def settings_not_in_force(settings: Mapping[str, object]) -> str | None:
     return (
         f"--settings is not in force: the training loader at {where} has num_workers={workers}, not {asked}. "
         f'A loader that does not shuffle must be named in the file: "loader": "{where}". '
-        "One that a library makes in a way of its own (fastai) takes them in the library's own call only"
+        "One that a library makes in a way of its own takes them in the library's own call only"
     )
 
 
