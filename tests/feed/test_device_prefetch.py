@@ -75,7 +75,7 @@ def test_an_iterator_that_is_put_aside_does_not_hold_up_the_next(as_on_a_gpu, ti
 
 
 def test_long_rows_go_from_pinned_memory_straight_to_the_device(as_on_a_gpu, monkeypatch):
-    monkeypatch.setattr("fulltilt.feed.device_prefetch.DIRECT_ROW_BYTES", 64)
+    monkeypatch.setattr("fulltilt.feed.sample_cache.DIRECT_ROW_BYTES", 64)
     dataset = Pixels(23)
     with as_on_a_gpu(dataset, 5, shuffle=True, residency="pinned", num_workers=2) as loader:
         list(loader)

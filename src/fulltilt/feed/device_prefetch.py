@@ -1,7 +1,7 @@
-"""Batches from wherever their samples are: rows assembled in host memory, copied to the device ahead of their use.
+"""Batches on the device, from wherever their samples are: rows in host memory are copied ahead of their use.
 
-Samples come from the store where they are kept, from the workers where not yet. Copies run on a stream of their own,
-through a fixed ring of buffers: the allocator plays no part while training. Three events keep its users apart:
+Copies run on a stream of their own, through a fixed ring of buffers: the allocator plays no part while training. Three
+events keep its users apart:
  1. ``copied``: the compute stream waits for it before it reads a buffer;
  2. ``consumed``: the copy stream waits for it before it overwrites the buffer;
  3. the host waits for ``copied`` (in the feeding thread) before it fills the host buffer again.
@@ -15,223 +15,23 @@ import contextlib
 import functools
 import queue
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
 
 from fulltilt import cuda_capture
-from fulltilt.errors import UsageError
-from fulltilt.feed.disk_cache import CacheFull
 from fulltilt.feed.epoch_order import sample_of
+from fulltilt.feed.sample_cache import HostRows, SampleCache
 from fulltilt.feed.sample_layout import Layout
-from fulltilt.feed.sample_reader import BadSamples, Failure, SampleReader
-from fulltilt.feed.sample_store import DeviceStore, HostStore, pin, shared_bytes
-from fulltilt.feed.worker_pool import WorkerPool
-
-# Batches read ahead by the workers: enough to bridge a slow sample or a validation pause, few enough to stay small.
-SLOTS = 4
-# Above this, two batches have to do: one being read while the other is copied.
-SLOT_BYTES = 2 * 1024**3
-# Rows at least this long are copied to the device one by one from pinned memory: a copy call then costs less than
-# moving the row to a buffer first.
-DIRECT_ROW_BYTES = 64 * 1024
-
-Store = DeviceStore | HostStore
-
-
-@dataclass
-class HostRows:
-    """A batch, or the part of it that a device ``store`` lacks, in host memory.
-
-    ``samples`` are the samples of the ``rows`` that are to go into the device store; with ``scattered``, ``rows`` is
-    a whole pinned store and the batch is its rows ``samples``.
-    """
-
-    draws: torch.Tensor
-    rows: torch.Tensor
-    samples: torch.Tensor
-    store: DeviceStore | None = None
-    scattered: bool = False
-
-
-# The draws of a batch, those of them to read, and the store that is to have them.
-_Plan = tuple[torch.Tensor, torch.Tensor, Store | None]
-
-
-class RowReader:
-    """Assembles batches in order, and keeps what was read in ``store`` (which may come, go and be None)."""
-
-    def __init__(
-        self,
-        reader: SampleReader,
-        layout: Layout,
-        batch_size: int,
-        *,
-        workers: int,
-        device: torch.device,
-        bad: BadSamples,
-        on_worker_start: Callable[[], None] | None = None,
-    ) -> None:
-        self.reader, self.layout, self.batch_size, self.workers = reader, layout, batch_size, workers
-        self.bad, self.device = bad, device
-        self.store: Store | None = None
-        self._on_worker_start = on_worker_start
-        self._idle: list[WorkerPool] = []
-        self._in_use: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-
-    def _on_failure(self, failure: Failure) -> None:
-        """A sample is bad or random; called on whatever thread reads, and may set ``store`` to None."""
-        raise NotImplementedError
-
-    def _on_full(self, full: CacheFull) -> None:
-        """The store ran out of room; see ``_on_failure``."""
-        raise NotImplementedError
-
-    def lacking(self, batches: list[torch.Tensor]) -> torch.Tensor:
-        """The samples of ``batches`` that are to be read from the source, each once."""
-        asked = sample_of(self.bad.without_bad(torch.cat(batches))) if batches else torch.empty(0, dtype=torch.int64)
-        lacking: torch.Tensor = torch.unique(asked if self.store is None else asked[~self.store.has(asked)])
-        return lacking
-
-    # ----------------------------------------------------------------- workers
-
-    def take_pool(self) -> WorkerPool:
-        """Workers for one pass; call it on the main thread, where forking is safest.
-
-        An iterator put aside keeps its own, so that it does not hold up the pass that comes after it.
-        """
-        if self._idle:
-            pool = self._idle.pop()
-        else:
-            small = SLOTS * self.batch_size * self.layout.row_bytes <= SLOT_BYTES
-            pool = WorkerPool(
-                self.reader,
-                self.layout.row_bytes,
-                self.batch_size,
-                workers=self.workers,
-                slots=(SLOTS if small else 2) if self.workers else 1,
-                device=self.device,
-                on_worker_start=self._on_worker_start,
-            )
-        self._in_use.add(pool)
-        return pool
-
-    def give_back(self, pool: WorkerPool) -> None:
-        """The pass is over; the next one may have its workers."""
-        self._in_use.discard(pool)
-        if pool.closed or pool.retired or self._idle:
-            pool.close()
-        else:
-            self._idle.append(pool)
-
-    def stop_workers(self) -> None:
-        """End the workers that no pass is using; those of a pass under way end with it."""
-        for pool in self._in_use:
-            pool.retired = True
-        while self._idle:
-            self._idle.pop().close()
-
-    def resize(self, batch_size: int) -> None:
-        """Serve batches of up to ``batch_size`` from now on; what is kept stays."""
-        self.stop_workers()
-        self.batch_size = batch_size
-
-    def close(self) -> None:
-        """End all workers and give the store back."""
-        self.stop_workers()
-        for pool in list(self._in_use):
-            pool.close()
-        if self.store is not None:
-            self.store.close()
-            self.store = None
-
-    # ----------------------------------------------------------------- batches
-
-    def host_rows(
-        self, batches: Iterable[torch.Tensor], epoch: int, pool: WorkerPool | None, buffer: Callable[[], torch.Tensor]
-    ) -> Generator[HostRows, None, None]:
-        """Each batch in a ``buffer()`` [batch, row_bytes], in order; without a ``pool`` all of it has to be kept."""
-        plans: deque[_Plan] = deque()
-        wanted = self._plan(batches, plans)
-        nothing: tuple[torch.Tensor, list[Failure]] = torch.empty(0, self.layout.row_bytes, dtype=torch.uint8), []
-        read = pool.stream(wanted, epoch) if pool is not None else (nothing for _ in wanted)
-        with contextlib.closing(read):
-            for rows, failures in read:
-                yield self._assembled(plans.popleft(), rows, failures, buffer)
-
-    def _plan(self, batches: Iterable[torch.Tensor], plans: deque[_Plan]) -> Iterator[torch.Tensor]:
-        """Append a plan for each batch; yields the draws to read for it."""
-        underway = torch.zeros(self.bad.samples, dtype=torch.bool)
-        for batch in batches:
-            store, draws = self.store, self.bad.without_bad(batch)
-            wanted = draws
-            if store is not None:
-                samples = sample_of(draws)
-                # A sample asked for by an earlier batch will be there when this batch is assembled.
-                wanted = torch.unique(samples[~(store.has(samples) | underway[samples])])
-                underway[wanted] = True
-            plans.append((draws, wanted, store))
-            yield wanted
-
-    def _assembled(
-        self, plan: _Plan, rows: torch.Tensor, failures: list[Failure], buffer: Callable[[], torch.Tensor]
-    ) -> HostRows:
-        asked, read, store = plan
-        if len(rows) != len(read):
-            raise UsageError("the loader was closed while this iterator was in use", "Begin another pass over it.")
-        self._judge(failures)
-        if self.bad.failures:
-            good = ~self.bad.bad[sample_of(read)]
-            read, rows = read[good], rows[good]
-        # A batch that was asked for before there was a store goes into the one that has come since.
-        store = store or self.store
-        if isinstance(store, HostStore):
-            return self._gathered(store, self.bad.without_bad(asked), sample_of(read), rows, buffer)
-        out = buffer()[: len(rows)]
-        out.copy_(rows)
-        draws = read if store is None else self.bad.without_bad(asked)
-        return HostRows(draws, out, sample_of(read) if store is not None else read[:0], store)
-
-    def _gathered(
-        self,
-        store: HostStore,
-        draws: torch.Tensor,
-        read: torch.Tensor,
-        rows: torch.Tensor,
-        buffer: Callable[[], torch.Tensor],
-    ) -> HostRows:
-        if len(read):
-            try:
-                store.write(read, rows)
-            except CacheFull as full:
-                self._on_full(full)
-        samples = sample_of(draws)
-        there = store.has(samples)
-        out = buffer()[: len(samples)]
-        if store.pinned and self.layout.row_bytes >= DIRECT_ROW_BYTES and bool(there.all()):
-            return HostRows(draws, store.rows, samples, scattered=True)
-        store.gather(samples, out)
-        for place in (~there).nonzero().flatten().tolist():  # the disk is full
-            self._judge(self.reader.read(draws[place : place + 1], out[place : place + 1], 0))
-        return HostRows(draws, out, samples[:0])
-
-    def _judge(self, failures: list[Failure]) -> None:
-        for failure in [*self.bad.note(failures), *(failure for failure in failures if failure.kind == "random")]:
-            self._on_failure(failure)
-
-
-# --------------------------------------------------------------------------- to the device
+from fulltilt.feed.sample_store import DeviceStore, pin, shared_bytes
 
 DEPTH = 3
 # What an epoch left out of a device store is read before the next one begins, if it is no more than so many batches.
 READ_FIRST_BATCHES = 16
 
 Leaves = tuple[list[torch.Tensor], torch.Tensor]  # the leaves of a batch, and the numbers of its draws on the device
-# The batches of a pass in buffers that a function gives: RowReader.host_rows of them.
+# The batches of a pass in buffers that a function gives: SampleCache.host_rows of them.
 Assemble = Callable[[Callable[[], torch.Tensor]], Generator[HostRows, None, None]]
 
 
@@ -350,7 +150,7 @@ class DeviceBatches:
         self._ring: DeviceRing | None = None
         self.copies_ahead = device.type == "cuda"  # on a CPU there is nothing to copy to
 
-    def batches(self, supply: RowReader, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
+    def batches(self, supply: SampleCache, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
         """The leaves of each batch, from wherever its samples are."""
         if isinstance(supply.store, DeviceStore):
             lacking = supply.lacking(batches)
@@ -380,7 +180,7 @@ class DeviceBatches:
             for picked, drawn in zip(indices, numbers, strict=True):
                 yield store.gather(picked), drawn
 
-    def _from_source(self, supply: RowReader, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
+    def _from_source(self, supply: SampleCache, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
         # Forked here, on the main thread, and not in the feeding thread.
         pool = supply.take_pool() if len(supply.lacking(batches)) else None
         # Without workers the data set runs in this process: on the thread that asks, whose random generators it may
