@@ -1,5 +1,4 @@
 import os
-import sys
 import threading
 import time
 
@@ -48,11 +47,6 @@ def test_without_a_gpu_it_reads_nothing_and_says_why(nvml, words):
         assert words in gpus.why_none
         assert gpus.read() == ()
     assert gpus.read() == ()
-
-
-def test_without_the_bindings_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "nvidia-ml-py" in Gpus.open().why_none
 
 
 def test_hidden_gpus_are_said_to_be_hidden():

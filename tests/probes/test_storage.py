@@ -61,7 +61,7 @@ def test_the_kernel_confirms_that_dropped_files_are_cold(data):
     buffer, deadline_s = bytearray(MIB), time.perf_counter() + 60
     assert storage._timed_read(file, buffer, deadline_s)[2] is False
     for _ in range(50):  # the kernel takes it as advice: pages that are in other hands at the moment stay
-        assert storage._drop_from_cache(file)
+        storage._drop_from_cache(file)
         if storage._timed_read(file, buffer, deadline_s)[2]:
             return
     pytest.fail("no read was cold")
@@ -102,13 +102,6 @@ def test_a_cold_rate_that_is_not_proven_is_claimed_only_if_it_is_much_slower(dat
     assert reading.sequential_warm_bytes_per_s == pytest.approx(1e9)
     assert (reading.sequential_cold_bytes_per_s is not None) == claimed
     assert (reading.small_cold_files_per_s is not None) == claimed
-
-
-def test_where_nothing_can_be_dropped_only_warm_is_measured(data, monkeypatch):
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)
-    reading = read_storage(data)
-    assert reading.sequential_cold_bytes_per_s is reading.small_cold_files_per_s is None
-    assert reading.small_warm_files_per_s > 0
 
 
 def test_an_empty_folder_has_no_rates(tmp_path):
@@ -320,12 +313,3 @@ def test_a_volume_is_as_slow_as_the_slowest_disk_below(tmp_path):
 )
 def test_the_kind_of_a_file_system(tmp_path, filesystem, kind):
     assert storage_kind(mount(filesystem, "0:44"), tmp_path) == kind
-
-
-def test_without_proc_the_system_is_asked(tmp_path, monkeypatch):
-    class Part:
-        device, mountpoint, fstype, opts = "//server/share", str(tmp_path), "NTFS", "rw,remote"
-
-    monkeypatch.setattr(storage.psutil, "disk_partitions", lambda all: [Part])
-    reading = read_storage(tmp_path, root=tmp_path)
-    assert (reading.filesystem, reading.device, reading.kind) == ("NTFS", "//server/share", "network")

@@ -305,13 +305,9 @@ class Gpus:
         ``root_pid`` is the root of the job's process tree (default: this process; under a launcher, the launcher).
         ``nvml`` is the pynvml module or a fake of it.
         """
-        if nvml is None:
-            try:
-                nvml = importlib.import_module("pynvml")
-            except ImportError:
-                return cls("the NVML bindings are not installed (pip install nvidia-ml-py)")
         gpus = cls(None)
         try:
+            nvml = nvml or importlib.import_module("pynvml")
             environ = None if all_devices else os.environ if environ is None else environ
             gpus._begin(Nvml(nvml), environ, root_pid or os.getpid(), clock)
         except GpuLost:

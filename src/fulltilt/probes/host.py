@@ -212,12 +212,7 @@ _MIN_INTERVAL_S = 0.05
 def cpu_capacity(root: Path = Path("/")) -> CpuCapacity:
     """CPUs present, and how many this process may use: the least of affinity and cgroup quota, never 0."""
     present = psutil.cpu_count() or os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        affinity = len(os.sched_getaffinity(0))
-    elif hasattr(psutil.Process, "cpu_affinity"):
-        affinity = len(psutil.Process().cpu_affinity() or range(present))
-    else:
-        affinity = present  # macOS does not bind processes to CPUs
+    affinity = len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
     usable = float(affinity) if quota is None else min(float(affinity), quota)
     return CpuCapacity(present, affinity, quota, usable, _allotted_by_slurm())

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.probes.cgroup import Mount, mount_of, read_mounts
 from fulltilt.probes.host import memory_headroom_bytes
@@ -133,14 +131,15 @@ def read_rates(files: Sequence[str], deadline_s: float, budget_bytes: int, can_b
     for file in files:
         if time.perf_counter() >= cold_until_s or first.bytes >= budget_bytes // 2:
             break
-        dropped = can_be_cold and _drop_from_cache(file)
+        if can_be_cold:
+            _drop_from_cache(file)
         result = _timed_read(file, buffer, cold_until_s)
         if result is None:
             continue
         done.append(file)
         size_bytes, seconds, was_cold = result
         first.add(size_bytes, seconds)
-        if dropped and was_cold is not False:
+        if can_be_cold and was_cold is not False:
             cold.add(size_bytes, seconds)
             proven = proven and was_cold is True
     for file in done:
@@ -187,16 +186,13 @@ def _is_cold(descriptor: int) -> bool | None:
         return None
 
 
-def _drop_from_cache(file: str) -> bool:
-    """Ask the kernel to drop the file from the page cache; False where it cannot be asked."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
+def _drop_from_cache(file: str) -> None:
+    """Ask the kernel to drop the file from the page cache."""
     try:
         with Path(file).open("rb", buffering=0) as stream:
             os.posix_fadvise(stream.fileno(), 0, _FILE_BYTES, os.POSIX_FADV_DONTNEED)
     except OSError:
         pass  # a file system that has no such thing; whether the read was cold shows
-    return True
 
 
 # --------------------------------------------------------------------------- storage
@@ -283,14 +279,8 @@ def place_of(folder: str) -> StorageReading:
 
 def _place(path: Path, root: Path) -> tuple[str | None, str | None, Kind]:
     """File system, device and kind of what ``path`` lies on."""
-    mounts = read_mounts(root)
-    mount = mount_of(path, mounts)
-    if mount is not None:
-        return mount.filesystem, mount.source, storage_kind(mount, root)
-    for part in sorted(psutil.disk_partitions(all=True), key=lambda part: -len(part.mountpoint)):  # Windows, macOS
-        if path.is_relative_to(part.mountpoint):
-            return part.fstype or None, part.device or None, "network" if "remote" in part.opts else "unknown"
-    return None, None, "unknown"
+    mount = mount_of(path, read_mounts(root))
+    return (None, None, "unknown") if mount is None else (mount.filesystem, mount.source, storage_kind(mount, root))
 
 
 def storage_kind(mount: Mount, root: Path = Path("/")) -> Kind:
