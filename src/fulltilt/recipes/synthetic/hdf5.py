@@ -1,12 +1,11 @@
-"""Feature windows as a sensor gives them: four recordings in HDF5, a weak event in some windows, and drift everywhere.
+"""Feature windows as a sensor gives them: four recordings in HDF5, a weak event in some windows.
 
     train-0.h5, train-1.h5, train-2.h5, val-0.h5
         features  [windows, 64 steps, 16 channels] float32
         labels    [windows] uint8, one window in six is an event
 
 An event is a short rising chirp, hardly louder than the noise, on a few neighbouring channels. Half of the other
-windows hold a decoy of the same energy that falls instead of rising, so that loudness alone tells nothing. Each
-recording has its own gain and offset for each channel, which drift from its first window to its last.
+windows hold a decoy of the same energy that falls instead of rising, so that loudness alone tells nothing.
 """
 
 from __future__ import annotations
@@ -39,17 +38,13 @@ def make(folder: Path, size: int, seed: int) -> Iterator[int]:
     done = 0
     for number, (name, count) in enumerate(recordings(size).items()):
         rng = np.random.default_rng([seed, number])
-        drift = Drift(rng)
         with _written(folder / name) as file:
             chunk = max(min(CHUNK, count), 1)
             features = file.create_dataset("features", (count, STEPS, CHANNELS), "f4", chunks=(chunk, STEPS, CHANNELS))
             labels = file.create_dataset("labels", (count,), "u1")
             for start in range(0, count, _PIECE):
                 stop = min(start + _PIECE, count)
-                made, truth = windows(rng, stop - start)
-                position = np.arange(start, stop) / max(count - 1, 1)
-                features[start:stop] = drift.applied(made, position)
-                labels[start:stop] = truth
+                features[start:stop], labels[start:stop] = windows(rng, stop - start)
                 done += stop - start
                 yield done
 
@@ -78,7 +73,7 @@ def recordings(size: int) -> dict[str, int]:
 
 
 def windows(rng: np.random.Generator, count: int) -> tuple[Floats, NDArray[np.uint8]]:
-    """``count`` windows without drift, and which of them are events."""
+    """``count`` windows, and which of them are events."""
     noise = rng.standard_normal((count, STEPS, CHANNELS), dtype=np.float32)
     # Neighbouring channels and steps hear the same noise, as sensors do.
     noise[:, 1:] += 0.5 * noise[:, :-1]
@@ -107,18 +102,3 @@ def _channels(rng: np.random.Generator, count: int) -> Floats:
     place = rng.uniform(2, CHANNELS - 2, count)[:, None]
     near = np.exp(-0.5 * ((np.arange(CHANNELS)[None, :] - place) / 2.0) ** 2)
     return near.astype(np.float32)
-
-
-class Drift:
-    """Gain and offset of a recording's channels, at its beginning and at its end."""
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.gains = rng.uniform(0.7, 1.4, (2, CHANNELS)).astype(np.float32)
-        self.offsets = rng.normal(0, 1.5, (2, CHANNELS)).astype(np.float32)
-
-    def applied(self, made: Floats, position: NDArray[np.float64]) -> Floats:
-        """The windows as they were recorded at ``position`` (0 to 1) of the recording."""
-        late = position[:, None]
-        gain = (1 - late) * self.gains[0] + late * self.gains[1]
-        offset = (1 - late) * self.offsets[0] + late * self.offsets[1]
-        return np.asarray(made * gain[:, None, :] + offset[:, None, :], dtype=np.float32)
