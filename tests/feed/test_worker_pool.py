@@ -12,10 +12,6 @@ from fulltilt.errors import DataError, MachineError
 from fulltilt.feed import worker_pool
 from fulltilt.feed.worker_pool import in_child_process
 
-pytestmark = pytest.mark.skipif(
-    "fork" not in multiprocessing.get_all_start_methods(), reason="processes of their own need fork"
-)
-
 
 def test_results_and_errors_come_back_from_another_process() -> None:
     assert in_child_process(os.getpid, 2) != os.getpid()

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from fulltilt.feed.sample_store import start_method
-
 # Libraries whose open handles must not be shared: readers in two processes would share a position or a lock.
 _HANDLES_OF = frozenset({"h5py", "lmdb", "sqlite3", "tables", "netCDF4", "tarfile", "zipfile", "socket"})
 # What these libraries give out that is only data.
@@ -76,8 +74,6 @@ def shared_handle(dataset: Any) -> str | None:
 
     Forked workers share its position. What they read through it is now and then somebody else's sample, and no error.
     """
-    if start_method() != "fork":
-        return None
     parts = list(_reached(dataset))
     handle = next((item for item in parts if _is_open_handle(item)), None)
     if handle is None or any(_knows_its_process(item) for item in parts):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import mmap
@@ -40,11 +41,6 @@ from fulltilt.feed.sample_layout import Layout
 from fulltilt.feed.sample_store import HostStore
 from fulltilt.figures import size as in_words
 from fulltilt.store.owned_folder import MARKER, OwnedFolder, is_private, kind_of
-
-try:
-    import fcntl
-except ImportError:  # Windows: no disk tier there
-    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 2
 PARTIAL = ".partial"
@@ -179,7 +175,7 @@ def _read_entry(path: Path) -> CacheEntry | None:
 
 def _open_file(path: Path, flags: int) -> int:
     """A descriptor of a plain file; no link is followed, and a second name of a file is refused."""
-    fd = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(fd)
@@ -190,8 +186,7 @@ def _open_file(path: Path, flags: int) -> int:
 def _is_locked(fd: int) -> bool:
     """Whether a process has the cache open: it holds a shared lock, which the kernel ends at a kill too."""
     try:
-        if fcntl is not None:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back with the descriptor
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back with the descriptor
     except OSError:
         return True
     return False
@@ -304,8 +299,6 @@ def open_cache(
     ``keep`` False: a new one, for this run only. Raises CacheFull if it does not fit or a foreign file is in its place,
     UsageError or MachineError if the folder cannot be written.
     """
-    if fcntl is None:
-        raise CacheFull("this system has no file locks, which the disk tier needs")
     owned = _claim(cache_dir)
     named = repr((FORMAT, label, layout.describe(), samples)).encode("utf-8", "surrogateescape")
     name = hashlib.blake2b(named, digest_size=16).hexdigest() if keep else f"run-{os.getpid()}-{secrets.token_hex(4)}"

@@ -210,9 +210,6 @@ class BlockReader:
             for column, part in zip(self.source.columns, keys, strict=True)
         ]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_open": {}, "_pid": -1}
-
 
 def _column(file: Any, name: str, key: str) -> Column:
     import numpy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import multiprocessing
 import os
 import warnings
 import weakref
@@ -16,27 +15,18 @@ from fulltilt.errors import MachineError, UsageError
 from fulltilt.feed.sample_layout import Layout
 
 
-def start_method() -> str:
-    """How worker processes are started here: fork where the platform has it, as torch's DataLoader does."""
-    return "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-
-
 def shared_bytes(size: int) -> torch.Tensor:
-    """Zeroed bytes that forked and spawned workers see too.
+    """Zeroed bytes that forked workers see too. Raises MachineError.
 
-    With fork they are anonymous pages, which the size of /dev/shm does not limit (a container often has 64 MB of it).
-    Raises MachineError.
+    They are anonymous pages, which the size of /dev/shm does not limit (a container often has 64 MB of it).
     """
-    if start_method() == "fork":
-        try:
-            return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
-        except OSError as error:
-            raise MachineError(
-                f"the system gives no {size} bytes of memory: {error.strerror or error}",
-                "Use smaller batches, or allow the job more memory (ulimit -v).",
-            ) from error
-    memory: torch.Tensor = torch.zeros(size, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
-    return memory
+    try:
+        return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
+    except OSError as error:
+        raise MachineError(
+            f"the system gives no {size} bytes of memory: {error.strerror or error}",
+            "Use smaller batches, or allow the job more memory (ulimit -v).",
+        ) from error
 
 
 def pin(memory: torch.Tensor, device: torch.device, owner: object) -> bool:

@@ -24,7 +24,7 @@ from torch.utils.data._utils import worker as of_torch
 
 from fulltilt.errors import FulltiltError, MachineError, UsageError
 from fulltilt.feed.sample_reader import Failure, Reader
-from fulltilt.feed.sample_store import pin, shared_bytes, start_method
+from fulltilt.feed.sample_store import pin, shared_bytes
 from fulltilt.feed.tiers import local_ranks
 from fulltilt.probes.host import cpu_capacity
 
@@ -72,7 +72,7 @@ class WorkerPool:
         self._slots = [_Slot(number, *parts) for number, parts in enumerate(zip(views, draws, strict=True))]
         self._processes: list[Any] = []
         if workers:
-            context: Any = multiprocessing.get_context(start_method())
+            context: Any = multiprocessing.get_context("fork")
             try:
                 self._tasks, self._results = context.SimpleQueue(), context.SimpleQueue()
                 for number in range(workers):
@@ -237,9 +237,9 @@ def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = No
     """What ``call`` returns, called in a fork where workers are to run it too; raises what it raises of ours.
 
     What a data set opens or starts in this process (a handle, a library's threads) every worker forked later would
-    inherit. Without workers, without fork, and for results that cannot be sent, it is called here.
+    inherit. Without workers, and for results that cannot be sent, it is called here.
     """
-    if not workers or start_method() != "fork":
+    if not workers:
         return call()
     context = multiprocessing.get_context("fork")
     try:

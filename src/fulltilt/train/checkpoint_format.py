@@ -59,9 +59,7 @@ def hash_file(path: Path) -> FileSum:
 
 
 def sync(folder: Path) -> None:
-    """Flush the names in ``folder`` to the disk. Windows has no such call and needs none. Raises OSError."""
-    if os.name == "nt":
-        return
+    """Flush the names in ``folder`` to the disk. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -351,9 +351,8 @@ class WorkerStart:
 
     def __call__(self, _worker: int = 0) -> None:
         """Called in the worker."""
-        for name in ("SIGINT", "SIGUSR1"):
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
         # A handler that does nothing, not SIG_IGN: programs that a data set starts must not inherit it.
         signal.signal(signal.SIGTERM, lambda *_: None)
         if self.stack_log is not None:

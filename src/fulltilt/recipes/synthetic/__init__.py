@@ -113,8 +113,7 @@ def spread(write: Callable[[range], None], size: int) -> Iterator[int]:
             done += len(piece)
             yield done
         return
-    start = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context(start), initializer=_end_with_the_parent)
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), initializer=_end_with_the_parent)
     try:
         waiting = {pool.submit(write, piece): len(piece) for piece in pieces}
         for finished in as_completed(waiting):
