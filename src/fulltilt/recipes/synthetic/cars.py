@@ -1,13 +1,12 @@
 """Synthetic cars: makes, models, years and paints, in folders ``make/model/year`` with a table of captions.
 
-Pictures are side views. The make shows in badge and wheels, the model in body and proportions, the year in the lamps.
-Street, weather, distance, direction and light change from picture to picture and mean nothing.
+Pictures are side views. The make shows in the badge, the model in body and proportions, the year in the lamps. Street,
+light, distance and direction change from picture to picture and mean nothing.
 """
 
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -147,11 +146,6 @@ def picture(car: Look, rng: np.random.Generator) -> Image.Image:
 def _street(pen: ImageDraw.ImageDraw, rng: np.random.Generator, side: int, ground: float) -> None:
     sky, road = rng.integers(90, 250, 3), int(rng.integers(60, 170))
     pen.rectangle((0, 0, side, ground), fill=_rgb(sky))
-    for _ in range(int(rng.integers(2, 7))):
-        left, width, height = rng.uniform(-0.1, 1) * side, rng.uniform(0.08, 0.35) * side, rng.uniform(0.1, 0.6) * side
-        shade = _rgb(rng.integers(40, 220, 3))
-        box = (left, ground - height, left + width, ground)
-        (pen.rectangle if rng.random() < 0.6 else pen.ellipse)(box, fill=shade)
     pen.rectangle((0, ground - 0.06 * side, side, side), fill=(road, road, road - int(rng.integers(0, 12))))
 
 
@@ -168,7 +162,7 @@ def _rgb(values: Any) -> Rgb:
 
 
 def _car(pen: ImageDraw.ImageDraw, car: Look, rng: np.random.Generator, side: int, ground: float) -> None:
-    """One car on the canvas, seen from its right side: shadow, body, cabin, window, lamps, wheels, badge."""
+    """One car on the canvas, seen from its right side: body, cabin, lamps, wheels, badge."""
     length, height, rear, front, roof_rear, roof_front = BODIES[car.body]
     scale = side * rng.uniform(0.72, 0.86)
     # Two models with the same body differ in proportion.
@@ -184,28 +178,16 @@ def _car(pen: ImageDraw.ImageDraw, car: Look, rng: np.random.Generator, side: in
     def shape(points: list[Point], colour: Rgb) -> None:
         pen.polygon([at(x, y) for x, y in points], fill=colour)
 
-    shadow = (left - 0.02 * length, ground - 6, left + 1.02 * length, ground + 12)
-    pen.ellipse(shadow, fill=(30, 30, 32))
     shape([(0, 0), (0, 0.5), (rear, 0.56), (front, 0.56), (1, 0.42), (1, 0)], paint)
     shape([(rear, 0.5), (roof_rear, 1), (roof_front, 1), (front, 0.5)], paint)
-    inner = [(rear, 0.58), (roof_rear, 0.92), (roof_front, 0.92), (front, 0.58)]
-    middle = (rear + front) / 2
-    shape([(middle + 0.85 * (x - middle), y) for x, y in inner], (44, 58, 74))
     # Lamps grow longer and flatter with the years; old ones are round.
     long, flat = 0.05 + 0.025 * car.year, 0.16 - 0.022 * car.year
     for x, colour in ((1.0 - long, (255, 246, 196)), (0.0, (214, 36, 30))):
         box = (*at(x, 0.36 + flat / 2), *at(x + long, 0.36 - flat / 2))
         (pen.ellipse if car.year < 2 else pen.rectangle)(box, fill=colour, outline=(20, 20, 20))
-    # The spokes are the make's.
-    rim, spokes = 0.68 * wheel, 3 + car.make % 4
     for cx, cy in (at(0.2, 0), at(0.8, 0)):
-        for radius, colour in ((wheel, (22, 22, 24)), (rim, (196, 198, 202))):
-            pen.ellipse((cx - radius, cy - radius, cx + radius, cy + radius), fill=colour)
-        for spoke in range(spokes):
-            angle = 2 * math.pi * spoke / spokes + 0.3
-            end = (cx + rim * math.cos(angle), cy + rim * math.sin(angle))
-            pen.line((cx, cy, *end), fill=(40, 40, 44), width=max(int(0.16 * wheel), 2))
-    # Its sign on the door: a shape and a colour of its own.
+        pen.ellipse((cx - wheel, cy - wheel, cx + wheel, cy + wheel), fill=(22, 22, 24))
+    # The make's sign on the door: a shape and a colour of its own.
     fill = ((250, 250, 250), (250, 214, 40), (20, 20, 20), (70, 200, 240))[car.make // 3]
     corners = (24, 3, 4)[car.make % 3]
     pen.regular_polygon((*at(0.5, 0.3), 0.17 * height * 1.15), corners, fill=fill, outline=(128, 128, 128))
