@@ -155,7 +155,9 @@ class WorkerPool:
                 self._slots[number].failures += failures
             elif ready:
                 self._refuse_if_closed()
-                raise _worker_died(sentinels[ready[0]], self.workers)
+                process = sentinels[ready[0]]
+                process.join(1.0)
+                raise worker_died(process.exitcode, f"pid {process.pid}")
 
     def _refuse_if_closed(self) -> None:
         if self.closed:
@@ -169,18 +171,23 @@ def _no_processes(workers: int, error: OSError) -> MachineError:
     )
 
 
-def _worker_died(process: Any, workers: int) -> MachineError:
-    process.join(1.0)
-    code = process.exitcode or 0
-    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    remedy = "The data set's own code ended it; run once without workers to see where."
+def worker_died(code: int | None, who: str = "it") -> MachineError:
+    """What the exit code of a worker says, and what to do about it; None where it is not known."""
+    remedy = "The data set's own code ended it: run once without workers to see where."
     if code == -signal.SIGKILL:
         how = "got SIGKILL, most likely from the OOM killer"
-        remedy = f"Use fewer workers than {workers}, or give the job more memory."
+        remedy = "Use fewer workers or a smaller prefetch, or give the job more memory."
     elif code == -signal.SIGBUS:
-        how = "died of a bus error: /dev/shm is too small, or a disk is full"
-        remedy = "Give the container more (docker run --shm-size=8g), use fewer workers, or free the disk of the cache."
-    return MachineError(f"a loader worker died: pid {process.pid} {how}", remedy)
+        how = "ran out of room: /dev/shm is too small, or a disk is full"
+        remedy = "Give the container more (docker run --shm-size=8g), lower workers or prefetch, or free the disk."
+    elif code == -signal.SIGSEGV:
+        how = "died of a segmentation fault"
+        remedy = "Run once without workers to see where; do not open HDF5 files before the workers start."
+    elif code is None:
+        how = "ended unexpectedly"
+    else:
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return MachineError(f"a loader worker died: {who} {how}", remedy)
 
 
 # --------------------------------------------------------------------------- the worker's side

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from fulltilt.errors import DoesNotFit, MachineError
+from fulltilt.feed.worker_pool import worker_died
 from fulltilt.train.config import TrainSettings
 
 # A spike is judged against the recent past; with fewer losses than this there is none.
@@ -162,28 +163,13 @@ def explain_dead_worker(error: BaseException, workers: Sequence[BaseProcess] = (
         return None
     if workers:
         wait([process.sentinel for process in workers], timeout=0.2)  # one that is just dying can end
-    codes = [process.exitcode for process in workers]
-
-    def died_of(number: signal.Signals) -> bool:
-        return f"killed by signal: {signal.strsignal(number)}" in text or -number in codes
-
-    if "shared memory" in text or "bus error" in text.lower() or died_of(signal.SIGBUS):
-        return MachineError(
-            "a loader worker ran out of shared memory: /dev/shm is too small",
-            "Give the container more (docker run --shm-size=8g), or lower workers or prefetch.",
-        )
+    codes = [code for process in workers if (code := process.exitcode)]
+    codes += [-number for number in signal.Signals if f"killed by signal: {signal.strsignal(number)}" in text]
+    if "shared memory" in text or "bus error" in text.lower():
+        codes.append(-signal.SIGBUS)
     told = "DataLoader worker" in text and ("unexpectedly" in text or "killed by signal" in text)
     # What a worker sends is fetched from it: one that dies meanwhile breaks the connection before torch notices.
-    cut_off = isinstance(error, OSError | EOFError) and any(codes)
-    if not (told or cut_off):
-        return None
-    if died_of(signal.SIGKILL):
-        return MachineError(
-            "a loader worker died: it got SIGKILL, most likely from the OOM killer",
-            "Lower workers or prefetch, or give the job more memory.",
-        )
-    hint = "; do not open HDF5 files before the workers start" if died_of(signal.SIGSEGV) else ""
-    return MachineError(
-        f"a loader worker died: {(text.strip() or type(error).__name__).splitlines()[0][:160]}",
-        f"Run once with workers: 0 to see the error itself{hint}.",
-    )
+    cut_off = isinstance(error, OSError | EOFError) and codes
+    if -signal.SIGBUS in codes:
+        return worker_died(-signal.SIGBUS)
+    return worker_died(codes[0] if codes else None) if told or cut_off else None
