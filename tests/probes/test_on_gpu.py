@@ -84,6 +84,6 @@ def test_sampling_costs_under_one_percent_of_a_core(multiplying):
             time.sleep(10.0)
         share = (time.process_time() - cpu_s) / (time.monotonic() - start_s)
     print(f"{100 * share:.2f} % of one core, {os.cpu_count()} CPUs")
-    assert sampler.problems == []
+    assert all(sample.host.mem_total_bytes and sample.gpus for sample in samples)
     assert 10 <= len(samples) <= 13
     assert share < 0.01

@@ -32,14 +32,13 @@ def wait_for(condition, timeout_s=20.0):
 def test_samples_reach_the_sink_with_the_time_since_t0():
     samples = []
     gpus = Gpus.open(two_t4s(), environ={})
-    with Sampler(samples.append, gpus=gpus, host=StubHost(), interval_s=0.05, t0=time.monotonic() - 100) as sampler:
+    with Sampler(samples.append, gpus=gpus, host=StubHost(), interval_s=0.05, t0=time.monotonic() - 100):
         wait_for(lambda: len(samples) >= 3)
     times = [sample.t_s for sample in samples]
     assert times == sorted(times)
     assert 100 <= times[0] < 120
     assert samples[0].host.load_1min == 1.0
     assert [gpu.name for gpu in samples[0].gpus] == ["Tesla T4", "Tesla T4"]
-    assert sampler.problems == []
 
 
 def test_a_job_shorter_than_the_interval_has_a_first_and_a_last_sample():
@@ -63,20 +62,19 @@ def test_after_stopping_there_are_no_more_samples_and_no_thread():
     assert not [thread for thread in threading.enumerate() if thread.name == "fulltilt-sampler"]
 
 
-def test_a_failing_probe_is_remembered_and_the_rest_goes_on():
+def test_a_failing_probe_leaves_its_part_empty_and_the_rest_goes_on():
     def broken():
         raise OSError("no /proc today")
 
     samples = []
     gpus = Gpus.open(two_t4s(), environ={})
-    with Sampler(samples.append, gpus=gpus, host=StubHost(broken), interval_s=0.01) as sampler:
+    with Sampler(samples.append, gpus=gpus, host=StubHost(broken), interval_s=0.01):
         wait_for(lambda: len(samples) >= 3)
     assert samples[-1].host == HostReading()
     assert len(samples[-1].gpus) == 2
-    assert sampler.problems == ["host: OSError: no /proc today"]
 
 
-def test_a_failing_sink_is_remembered_and_called_again():
+def test_a_failing_sink_is_called_again():
     calls = []
 
     def sink(sample):
@@ -84,20 +82,8 @@ def test_a_failing_sink_is_remembered_and_called_again():
         if len(calls) == 1:
             raise RuntimeError("disk full")
 
-    with Sampler(sink, gpus=no_gpus(), host=StubHost(), interval_s=0.01) as sampler:
+    with Sampler(sink, gpus=no_gpus(), host=StubHost(), interval_s=0.01):
         wait_for(lambda: len(calls) >= 3)
-    assert sampler.problems == ["sink: RuntimeError: disk full"]
-
-
-def test_endless_different_problems_do_not_fill_the_memory():
-    numbers = iter(range(10**9))
-
-    def sink(sample):
-        raise RuntimeError(next(numbers))
-
-    with Sampler(sink, gpus=no_gpus(), host=StubHost(), interval_s=0.0001) as sampler:
-        wait_for(lambda: next(numbers) > 200)
-    assert len(sampler.problems) == 100
 
 
 def test_a_slow_probe_does_not_pile_up():
@@ -158,7 +144,8 @@ def test_sampling_at_one_hertz_costs_under_one_percent_of_a_core():
     # A second's work, many times over: CPU time of one take of the real host probe and of eight GPUs.
     clock = time.monotonic
     nvml = FakeNvml([t4(number) for number in range(4)] + [h200(uuid=f"GPU-{n}") for n in range(4)], clock)
-    sampler = Sampler(lambda sample: None, gpus=Gpus.open(nvml, environ={}), host=HostProbe())
+    samples = []
+    sampler = Sampler(samples.append, gpus=Gpus.open(nvml, environ={}), host=HostProbe())
     host = sampler._host
     sampler._take(host)
     costs = []
@@ -167,5 +154,5 @@ def test_sampling_at_one_hertz_costs_under_one_percent_of_a_core():
         start_s = time.thread_time()
         sampler._take(host)
         costs.append(time.thread_time() - start_s)
-    assert sampler.problems == []
+    assert all(sample.host.mem_total_bytes and len(sample.gpus) == 8 for sample in samples)
     assert sum(costs) / len(costs) < 0.010

@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 class Sampler:
     """Hands a ``Sample`` to ``sink`` every ``interval_s``, the first at once and the last when it is stopped.
 
-    Whatever fails in a probe or in the sink is remembered in ``problems`` and never raised.
+    Whatever fails in a probe or in the sink is never raised: it leaves its part of the sample empty.
     """
 
     def __init__(
@@ -43,7 +43,6 @@ class Sampler:
         self._t0 = clock() if t0 is None else t0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self.problems: list[str] = []  # what failed, each once
 
     def start(self) -> None:
         """Begin sampling. A second call does nothing."""
@@ -69,7 +68,7 @@ class Sampler:
         self.stop()
 
     def _run(self) -> None:
-        host = self._host or self._guarded("host", HostProbe, None)
+        host = self._host or _guarded(HostProbe, None)
         ended = False
         while True:
             self._take(host)
@@ -84,15 +83,13 @@ class Sampler:
 
     def _take(self, host: HostProbe | None) -> None:
         t_s = self._clock() - self._t0
-        reading = HostReading() if host is None else self._guarded("host", host.read, HostReading())
-        sample = Sample(t_s=t_s, host=reading, gpus=self._guarded("gpu", self._gpus.read, ()))
-        self._guarded("sink", lambda: self._sink(sample), None)
+        reading = HostReading() if host is None else _guarded(host.read, HostReading())
+        sample = Sample(t_s=t_s, host=reading, gpus=_guarded(self._gpus.read, ()))
+        _guarded(lambda: self._sink(sample), None)
 
-    def _guarded(self, part: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
-        try:
-            return call()
-        except Exception as error:  # the job that we watch comes first
-            what = f"{part}: {type(error).__name__}: {error}"
-            if what not in self.problems and len(self.problems) < 100:  # messages with a changing number in them
-                self.problems.append(what)
-            return otherwise
+
+def _guarded(call: Callable[[], Answer], otherwise: Answer) -> Answer:
+    try:
+        return call()
+    except Exception:  # the job that we watch comes first
+        return otherwise
