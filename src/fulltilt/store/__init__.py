@@ -20,11 +20,9 @@ A file that is damaged anywhere else is an error that names the file and the lin
 from fulltilt.store.join_tasks import load as load
 from fulltilt.store.join_tasks import newest_run as newest_run
 from fulltilt.store.join_tasks import run_name as run_name
-from fulltilt.store.join_tasks import tasks_in as tasks_in
 from fulltilt.store.join_tasks import wait_for_tasks as wait_for_tasks
 from fulltilt.store.owned_folder import OwnedFolder as OwnedFolder
 from fulltilt.store.owned_folder import open_plain as open_plain
-from fulltilt.store.owned_folder import write_named_file as write_named_file
 from fulltilt.store.record_json import decode as decode
 from fulltilt.store.record_json import encode as encode
 from fulltilt.store.record_json import encode_fully as encode_fully

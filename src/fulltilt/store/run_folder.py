@@ -211,10 +211,14 @@ PRIVATE = 0o600
 _APPENDING = os.O_RDWR | os.O_APPEND | NO_FOLLOW
 
 
-def create_folder(folder: Path) -> Path:
-    """Make or take over a run folder, also that of a training. Raises ForeignFiles, UsageError or MachineError."""
+def create_folder(folder: Path, reserved: Iterable[str] = ()) -> Path:
+    """Make or take over a run folder, also that of a training. Raises ForeignFiles, UsageError or MachineError.
+
+    Files of a run, and those called as one of ``reserved``, have to be ours.
+    """
     owned = OwnedFolder.claim(folder, TRAINING if kind_of(folder) == TRAINING else RUN)
-    if in_the_way := [path.name for path in _run_files(folder) if not owned.owns(path)]:
+    found = (*_run_files(folder), *(folder / name for name in reserved if os.path.lexists(folder / name)))
+    if in_the_way := [path.name for path in found if not owned.owns(path)]:
         raise ForeignFiles(
             f"{folder} holds files that Fulltilt did not write: {', '.join(in_the_way)}",
             "Move them elsewhere, or choose another folder with --out.",

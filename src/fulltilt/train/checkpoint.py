@@ -109,13 +109,7 @@ def folder_name(step: int) -> str:
 def claim(out: Path) -> store.OwnedFolder:
     """Make the output folder of a training ours. Raises ForeignFiles with the list, UsageError, MachineError."""
     folder = store.OwnedFolder.claim(out, TRAINING)
-    store.create_folder(out)  # refuses files of somebody else's run
-    in_the_way = [name for name in RESERVED if os.path.lexists(out / name) and not folder.owns(name)]
-    if in_the_way:
-        raise ForeignFiles(
-            f"{out} holds files that Fulltilt did not write: {', '.join(in_the_way)}",
-            "Move them elsewhere, or choose another folder with --out.",
-        )
+    store.create_folder(out, RESERVED)
     return folder
 
 

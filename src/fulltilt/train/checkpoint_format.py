@@ -184,10 +184,10 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 # Nothing in it needs unpickling: a tensor is replaced by {"$tensor": name}, tuples and odd dicts are marked likewise.
 
 
-def flatten_state(tree: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
+def flatten_state(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split ``tree`` into plain values and its tensors by path. Raises UsageError for what neither can hold."""
     tensors: dict[str, torch.Tensor] = {}
-    return _flatten(tree, prefix or "state", tensors), tensors
+    return _flatten(tree, "state", tensors), tensors
 
 
 def _flatten(node: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -46,12 +46,12 @@ def rate_text(per_s: float) -> str:
     return f"{per_s:.0f}" if per_s >= 9.95 else f"{per_s:.2g}"
 
 
-def bar_text(done: int, total: int | None, width: int = 20) -> str:
+def bar_text(done: int, total: int | None) -> str:
     """``[██████····] 60%``; only a count when the total is not known."""
     if not total:
         return f"step {done}"
-    filled = min(width * done // total, width)
-    return f"[{'█' * filled}{'·' * (width - filled)}] {min(100 * done // total, 100):3d}%"
+    filled = min(20 * done // total, 20)
+    return f"[{'█' * filled:·<20}] {min(100 * done // total, 100):3d}%"
 
 
 def metrics_text(values: dict[str, float]) -> str:

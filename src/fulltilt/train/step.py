@@ -66,11 +66,12 @@ class LossScale:
     torch's GradScaler reads its verdict back to the host for most optimizers; this one stays on the device.
     """
 
+    INITIAL = 2.0**16
     GROWTH_INTERVAL = 2000
 
-    def __init__(self, device: torch.device, *, active: bool, initial: float = 2.0**16) -> None:
+    def __init__(self, device: torch.device, *, active: bool) -> None:
         self.active = active
-        self.scale = torch.full((), initial if active else 1.0, device=device)
+        self.scale = torch.full((), self.INITIAL if active else 1.0, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, bad: torch.Tensor) -> None:

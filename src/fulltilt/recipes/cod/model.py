@@ -193,18 +193,18 @@ def usable_levels(features: Any) -> list[int]:
     return levels
 
 
-def blocks(backbone: nn.Module, most: int = 5) -> list[tuple[str, ...]]:
-    """Patterns of the backbone's parameter names in at most ``most`` groups, the deepest first."""
+def blocks(backbone: nn.Module) -> list[tuple[str, ...]]:
+    """Patterns of the backbone's parameter names in at most five groups, the deepest first."""
     root = backbone
     prefix = "backbone."
     while len(children := _children(root)) == 1:
         prefix += f"{children[0][0]}."
         root = children[0][1]
     units = [name for name, _ in children]
-    if len(units) < most:  # a transformer keeps all its blocks in one child
+    if len(units) < 5:  # a transformer keeps all its blocks in one child
         units = [unit for name, child in children for unit in _inner(name, child)]
     groups = []
-    for remaining in range(min(most, len(units)), 0, -1):
+    for remaining in range(min(5, len(units)), 0, -1):
         # The shallow groups take what cannot be divided evenly: their units are small.
         size = len(units) // remaining
         groups.append(tuple(f"{prefix}{unit}.*" for unit in units[len(units) - size :]))
