@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import socket
 import sqlite3
 import tarfile
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator, KeysView, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
@@ -264,3 +266,15 @@ def test_batches_are_compared_bit_for_bit(ours: Any, theirs: Any, same: bool) ->
     ours, theirs = Pickled(ours), Pickled(theirs)
     assert ours.problem is None
     assert (ours.digest == theirs.digest) is same
+
+
+def test_what_was_pickled_is_let_go_at_once() -> None:
+    """Freed in a collection, on whatever thread, its tensors would let go of the interpreter lock within that."""
+    pickled = Pickled({"batch": torch.ones(3)})
+    held = weakref.ref(pickled)
+    gc.disable()
+    try:
+        del pickled
+        assert held() is None
+    finally:
+        gc.enable()

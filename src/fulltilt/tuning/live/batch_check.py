@@ -11,6 +11,7 @@ import copy
 import ctypes
 import hashlib
 import io
+import math
 import pickle
 import random
 import sys
@@ -146,6 +147,21 @@ class _Enough(Exception):  # noqa: N818 - it says what happened
     pass
 
 
+class _Digest:
+    """A file that keeps nothing of what is written but its hash; of a data set no more than a limit is taken in."""
+
+    def __init__(self, most_bytes: float) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+        self._left = most_bytes
+
+    def write(self, data: Any) -> None:
+        """Take it in."""
+        self.hash.update(data)
+        self._left -= len(data)
+        if self._left < 0:
+            raise _Enough
+
+
 class Pickled(pickle.Pickler):
     """Pickles to nowhere, which finds what no other process can have: open files, connections, pools of threads.
 
@@ -155,9 +171,9 @@ class Pickled(pickle.Pickler):
     """
 
     def __init__(self, item: Any, is_batch: bool = True, with_generators: bool = False) -> None:
-        super().__init__(self, protocol=pickle.HIGHEST_PROTOCOL)  # writes to itself
-        self._hash = hashlib.blake2b(digest_size=16)
-        self._bytes = 0
+        # Not to itself: the tensors of a cycle would be freed in a collection on any thread, which lets go of the lock.
+        self._written = _Digest(math.inf if is_batch else MOST_STATE_BYTES)
+        super().__init__(self._written, protocol=pickle.HIGHEST_PROTOCOL)
         self._is_batch = is_batch
         self._with_generators = with_generators
         self.tensors = 0
@@ -173,14 +189,7 @@ class Pickled(pickle.Pickler):
     @property
     def digest(self) -> bytes:
         """Of all that was pickled."""
-        return self._hash.digest()
-
-    def write(self, data: Any) -> None:
-        """Take in what is pickled, up to a limit."""
-        self._hash.update(data)
-        self._bytes += len(data)
-        if self._bytes > MOST_STATE_BYTES and not self._is_batch:
-            raise _Enough
+        return self._written.hash.digest()
 
     def reducer_override(self, item: Any) -> Any:
         """Let something plain stand for what is not pickled as it is."""
