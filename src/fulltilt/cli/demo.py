@@ -95,7 +95,7 @@ class Steps:
                 try:
                     for line in verb.stdout or ():
                         printed.append(line.rstrip())
-                        if line.startswith("epoch"):
+                        if line.startswith("epoch") and line[5:].strip()[:1].isdigit():  # no row of a report
                             status.update(Text(clean(line.strip()), no_wrap=True, overflow="ellipsis"))
                     code = verb.wait()
                     break
