@@ -101,6 +101,7 @@ def test_size(value: float | None, words: str) -> None:
         (figures.times(1.04), "1.04 ×"),
         (figures.speedup((2.6, 3.1)), "2.6 to 3.1 × as fast"),
         (figures.speedup((1.02, 1.04)), "1.02 to 1.04 × as fast"),
+        (figures.speedup((1.0, 1.4)), "up to 1.4 × as fast"),
         (figures.speedup((1.5, 1.5)), "1.5 × as fast"),
         (figures.speedup(None), None),
         (figures.pct_range([58.1, None, 61.0]), "58 to 61 %"),

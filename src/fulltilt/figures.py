@@ -118,11 +118,13 @@ def times(factor: float) -> str:
 
 
 def speedup(predicted: tuple[float, float] | None) -> str | None:
-    """A predicted gain as a range: ``2.6 to 3.1 × as fast``."""
+    """A predicted gain as a range: ``2.6 to 3.1 × as fast``; where it may be none, ``up to 1.4 × as fast``."""
     if predicted is None:
         return None
     low, high = map(_factor, predicted)
-    return f"{low} × as fast" if low == high else f"{low} to {high} × as fast"
+    if low == high:
+        return f"{low} × as fast"
+    return f"up to {high} × as fast" if low == _factor(1.0) else f"{low} to {high} × as fast"
 
 
 def capital(text: str) -> str:
