@@ -216,6 +216,26 @@ def test_workers_that_queue_are_too_many() -> None:
     assert answer(crowd()).verdict.code == "cpu_oversubscribed"
 
 
+def test_workers_that_live_tuning_added_are_not_too_many() -> None:
+    """The verdict was glued of two sentences, and advised one worker more."""
+    before, after = Settings(num_workers=7), Settings(num_workers=8)
+    live = LiveRecord(
+        1,
+        "settled",
+        "nothing more paid",
+        before,
+        after,
+        before_batches_per_s=20.0,
+        before_wait_share=0.8,
+        batches_per_s=30.0,
+        wait_share=0.6,
+    )
+    run = crowd()
+    verdict = answer(replace(run, ranks=(replace(run.ranks[0], live=(live,)),))).verdict
+    assert verdict.code == "input_cpu_bound"
+    assert "slow each other down" not in verdict.sentence
+
+
 def test_workers_that_queue_behind_other_processes_are_not_called_too_many() -> None:
     crowded = replace(crowd(), samples=sampled(host_reading=host(cpu_pct=99.0, tree_cpu_pct=40.0)))
     alone = replace(crowd(), samples=sampled(host_reading=host(cpu_pct=99.0, tree_cpu_pct=190.0)))

@@ -130,7 +130,9 @@ def test_a_function_whose_lines_all_cost_is_named_by_its_call_in_the_loop(functi
     finding = found(host_code(gather(run_of(rank(host_lines=lines, loop_calls=calls), host_code=30.0, compute=70.0))))
     assert finding.where == where
     assert finding.evidence[1] == "30 s in main, train.py:9 (tokenize(texts))"
-    assert finding.fix.startswith("tokenize(texts) at train.py:9: take it out of the step: do it once before")
+    assert finding.fix.startswith(
+        "tokenize(texts) at train.py:9: take it out of the step where that does not need it: do it once before"
+    )
 
 
 @pytest.mark.parametrize(("own_s", "named"), [(20.0, "np.sort(x) at train.py:7"), (5.0, "log(x) at train.py:9")])

@@ -10,12 +10,14 @@ from dataclasses import fields, replace
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import (
+    OTHERS_TAKE_CPUS,
     Gain,
     Judgement,
     at,
     by_removing,
     costliest_line,
     fetching_line,
+    neighbours,
     rewritten,
     time_spent,
 )
@@ -36,6 +38,8 @@ def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
     if live.state == "left_alone":
         first = f"Live tuning left this loader alone: {live.why}. Once that is mended, or if it does not matter: "
         return replace(judgement, fix=first + judgement.fix)
+    # How many workers pay was measured: that they queue for CPUs says no more than that CPUs limit them.
+    code = "input_cpu_bound" if judgement.code == "cpu_oversubscribed" else judgement.code
     if not changes(live) and not _judged(live):
         trial = on_trial(live)
         if trial is None or not live.before.num_workers:
@@ -46,11 +50,11 @@ def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
             "and the figures of the workers mix that with the script's own settings."
         )
         facts = tuple(_facts(evidence, live))
-        return replace(judgement, evidence=facts, fix=fix, predicted_speedup=gain_without_wait(evidence))
+        return replace(judgement, code=code, evidence=facts, fix=fix, predicted_speedup=gain_without_wait(evidence))
     serial = live.before.num_workers == 0 and judgement.code in _INPUT
     return replace(
         judgement,
-        code="input_serial" if serial else judgement.code,
+        code="input_serial" if serial else code,
         evidence=tuple(_facts(evidence, live)),
         where=loader.where,
         fix=_fix(evidence, loader, live),
@@ -74,7 +78,7 @@ def _facts(evidence: Evidence, live: LiveRecord) -> list[str]:
             facts.append(f"{words}: {rate}, {'kept' if move.outcome == 'kept' else 'not kept'}")
         elif move.outcome == "failed":
             facts.append(f"{words}: it failed ({move.why})")
-    return facts + fetching_line(evidence)
+    return facts + fetching_line(evidence) + neighbours(evidence)
 
 
 def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
@@ -93,7 +97,7 @@ def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
         cheaper = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
         waits = f"waits for data in {percent(live.wait_share)} of the measured time"
         fix += f" Training still {waits} with {settings_words(live.settings)}: make {cheaper} cheaper."
-    return fix
+    return f"{fix} {OTHERS_TAKE_CPUS}" if neighbours(evidence) else fix
 
 
 def _still_waits(live: LiveRecord) -> bool:

@@ -87,7 +87,10 @@ _ENVIRONMENT = (
     "an environment takes its time: let several step side by side, each in a process "
     "(stable-baselines3: make_vec_env(..., n_envs=8, vec_env_cls=SubprocVecEnv); gymnasium: AsyncVectorEnv)"
 )
-_OTHERWISE = "take it out of the step: do it once before the training, every {every} steps, or in a second thread"
+_OTHERWISE = (
+    "take it out of the step where that does not need it: do it once before the training, every {every} steps, or in a "
+    "second thread; where it does, work on whole tensors, not on numbers in Python"
+)
 _SELDOM = (
     "most steps are free of it, and it takes long when it comes: do it once before the training, more seldom still, "
     "or in a second thread or process meanwhile"
