@@ -82,7 +82,7 @@ def risk_of(trial: Trial, streams: bool = False) -> str:
     vram_share = (trial.vram_peak_bytes or 0) / (trial.vram_total_bytes or math.inf)
     risks = {
         "low: the samples of the stream come in another order": streams and settings.num_workers is not None,
-        "low: random augmentations, if any, differ": settings.num_workers is not None,
+        "low: random augmentations differ if there are any": settings.num_workers is not None,
         "low: later epochs are shuffled differently": settings.persistent_workers,
         "medium: another batch size": settings.batch_size is not None and not settings.accumulation,
         "low: the same effective batch": settings.accumulation is not None,
@@ -90,7 +90,11 @@ def risk_of(trial: Trial, streams: bool = False) -> str:
         "medium: recompiles when shapes change": settings.compile,
         f"higher: {vram_share:.0%} of VRAM in use": vram_share > FULL_VRAM,
     }
-    return "; ".join(risk for risk, is_so in risks.items() if is_so) or "low: the same training"
+    of_level: dict[str, list[str]] = {}
+    for risk in (risk for risk, is_so in risks.items() if is_so):
+        level, _, what = risk.partition(": ")
+        of_level.setdefault(level, []).append(what)
+    return "; ".join(f"{level}: {', '.join(whats)}" for level, whats in of_level.items()) or "low: the same training"
 
 
 def in_words(settings: Settings, current: Settings | None = None) -> str:
