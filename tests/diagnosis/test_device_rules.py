@@ -65,6 +65,12 @@ def copies(**changes: Any) -> TransferRecord:
     return replace(made, **changes)
 
 
+def test_pinning_a_loader_without_workers_draws_no_other_numbers() -> None:
+    unpinned = (loader(num_workers=0, pin_memory=False),)
+    run = on_gpu(None, {"transfer": 20.0, "compute": 80.0}, transfer=copies(), loaders=unpinned)
+    assert "augmentations" not in found(transfer_blocking(gather(run))).fix
+
+
 def test_pageable_copies_should_be_pinned_and_not_wait() -> None:
     unpinned = (loader(num_workers=4, pin_memory=False),)
     run = on_gpu(None, {"transfer": 20.0, "compute": 80.0}, transfer=copies(), loaders=unpinned)

@@ -191,7 +191,8 @@ def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -
     # torch draws a seed whenever workers start, from the generator that shuffles, too.
     starts_anew = not loader.persistent_workers or made_for_each_pass(loader)
     persists = changes.get("persistent_workers") is True and starts_anew and keeps_workers(loader)
-    differ = ["random augmentations, if any, differ"] if loader.shuffle and not loader.num_workers else []
+    first_workers = loader.num_workers == 0 and bool(changes.get("num_workers"))
+    differ = ["random augmentations, if any, differ"] if first_workers and loader.shuffle else []
     differ += ["later epochs are shuffled differently"] if persists and loader.shuffle else []
     but = f" ({'; '.join(differ)})" if differ else ""
     if (theirs := loader_call(loader.made_by or "", changes)) is not None:

@@ -163,8 +163,9 @@ def explain_dead_worker(error: BaseException, workers: Sequence[BaseProcess] = (
         return None
     if workers:
         wait([process.sentinel for process in workers], timeout=0.2)  # one that is just dying can end
-    codes = [code for process in workers if (code := process.exitcode)]
-    codes += [-number for number in signal.Signals if f"killed by signal: {signal.strsignal(number)}" in text]
+    # What torch says is of the one that died; others may have been ended after it.
+    codes = [-number for number in signal.Signals if f"killed by signal: {signal.strsignal(number)}" in text]
+    codes += [code for process in workers if (code := process.exitcode)]
     if "shared memory" in text or "bus error" in text.lower():
         codes.append(-signal.SIGBUS)
     told = "DataLoader worker" in text and ("unexpectedly" in text or "killed by signal" in text)
