@@ -5,6 +5,7 @@ import pytest
 
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import gather
+from fulltilt.diagnosis.findings import rewritten
 from fulltilt.diagnosis.rules.gpu import (
     batch_too_small,
     compute_bound,
@@ -66,9 +67,10 @@ def copies(**changes: Any) -> TransferRecord:
 
 
 def test_pinning_a_loader_without_workers_draws_no_other_numbers() -> None:
-    unpinned = (loader(num_workers=0, pin_memory=False),)
-    run = on_gpu(None, {"transfer": 20.0, "compute": 80.0}, transfer=copies(), loaders=unpinned)
-    assert "augmentations" not in found(transfer_blocking(gather(run))).fix
+    unpinned = loader(num_workers=0, pin_memory=False)
+    evidence = gather(run_of(rank(loaders=(unpinned,)), compute=100.0))
+    assert "augmentations" in rewritten(evidence, unpinned, num_workers=2)
+    assert "augmentations" not in rewritten(evidence, unpinned, pin_memory=True)
 
 
 def test_pageable_copies_should_be_pinned_and_not_wait() -> None:
