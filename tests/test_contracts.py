@@ -56,7 +56,8 @@ def test_the_finding_codes_are_these() -> None:
             "gc_pauses",
         ),
         *("validation_heavy", "checkpoint_stall", "memory_pressure"),
-        *("worker_memory_growth", "cpu_affinity", "launch_contended", "cpu_oversubscribed", "shm_small", "throttled"),
+        *("worker_memory_growth", "cpu_affinity", "launch_contended", "gil_contended", "cpu_oversubscribed"),
+        *("shm_small", "throttled"),
         *("gpu_shared", "straggler", "communication_bound", "find_unused_parameters", "compute_bound"),
     )
 

@@ -10,11 +10,23 @@ from fulltilt.diagnosis.rules.gpu import gpu_shared, throttled
 from fulltilt.diagnosis.rules.machine import (
     cpu_affinity,
     cpu_oversubscribed,
+    gil_contended,
     launch_contended,
     memory_pressure,
     worker_memory_growth,
 )
-from fulltilt.records import Abstention, CpuCapacity, Finding, GpuProcess, LiveRecord, MemoryGrowthRecord, Run, Settings
+from fulltilt.records import (
+    Abstention,
+    CpuCapacity,
+    Finding,
+    GpuProcess,
+    HotLine,
+    LiveRecord,
+    MemoryGrowthRecord,
+    Run,
+    Settings,
+    ThreadRecord,
+)
 from tests.diagnosis.examples import gpu, gpu_rank, host, loader, machine, rank, run_of, sampled, workers
 
 
@@ -163,6 +175,41 @@ def test_workers_that_take_every_cpu_slow_the_launching_down() -> None:
     assert "the job's processes keep 7.9 of 8 CPUs busy" in finding.evidence
     assert "lower num_workers 12 → 6" in finding.fix
     assert [one.code for one in answer(run).findings[:2]] == ["launch_contended", "launch_bound"]
+
+
+PRODUCER = ThreadRecord("produce", 40.0, (HotLine("train.py:7", "make", 30.0),))
+
+
+def test_a_thread_that_takes_the_gil_is_named_and_compute_is_not_called_healthy() -> None:
+    run = run_of(rank(off_cpu_s=35.0, threads=(PRODUCER,)), compute=90.0, host_code=10.0)
+    finding = found(gil_contended(gather(run)))
+    assert (finding.share, finding.where) == (pytest.approx(0.25), "train.py:7")  # 10 s of the 35 may be host code's
+    assert "thread produce (mostly train.py:7) runs for 40 % of the time" in finding.evidence[1]
+    assert finding.predicted_speedup == (1.0, 1.33)
+    told = answer(run).findings
+    assert [one.code for one in told] == ["gil_contended", "host_code", "compute_bound"]
+    assert "Nothing holds it up" not in told[-1].fix
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"off_cpu_s": 35.0},  # no thread
+        {"off_cpu_s": 13.0, "threads": (PRODUCER,)},  # in vain beside a training thread that runs all the time
+        {"off_cpu_s": 35.0, "threads": (replace(PRODUCER, cpu_s=3.0),)},
+        {"threads": (PRODUCER,)},  # nobody says how long it ran
+    ],
+)
+def test_threads_that_cost_the_training_nothing_are_no_cause(facts: dict[str, Any]) -> None:
+    run = run_of(rank(**facts), compute=90.0, host_code=10.0)
+    assert gil_contended(gather(run)) is None
+
+
+def test_a_thread_beside_slow_launching_is_named_there() -> None:
+    run = run_of(gpu_rank(launch_s=40.0, threads=(PRODUCER,)), samples=sampled(gpu()), host_code=40.0, compute=60.0)
+    finding = next(one for one in answer(run).findings if one.code == "launch_bound")
+    assert finding.fix.startswith("Give the work of thread produce (mostly train.py:7) to a process")
+    assert any("only one thread has the GIL" in fact for fact in finding.evidence)
 
 
 def test_a_number_of_workers_that_live_tuning_chose_is_not_advised_against() -> None:

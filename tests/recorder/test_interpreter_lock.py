@@ -18,6 +18,8 @@ from fulltilt.recorder.interpreter_lock import (
     LONGEST_EVERY_S,
     PATIENT_S,
     LockTurns,
+    OtherThreads,
+    common_name,
     own_cpu_clock,
     wake_on_time,
 )
@@ -180,3 +182,57 @@ def test_only_the_observing_thread_is_woken_on_time() -> None:
         observer.submit(wake_on_time).result()
         assert observer.submit(slack_ns).result() == 1
     assert slack_ns() == before_ns > 1
+
+
+# --------------------------------------------------------------------------- other threads
+
+
+def spin(stop: threading.Event) -> None:
+    while not stop.is_set():
+        sum(range(1000))
+
+
+def test_other_threads_are_timed_and_their_lines_named() -> None:
+    stop = threading.Event()
+    started = [threading.Thread(target=spin, args=(stop,)), threading.Thread(target=stop.wait, name="idle")]
+    for thread in started:
+        thread.start()
+    others = OtherThreads()
+    began_s = time.monotonic()
+    try:
+        while time.monotonic() - began_s < 1.0:
+            others.poll(threading.get_native_id())
+            time.sleep(0.05)
+            others.sample()
+    finally:
+        stop.set()
+        for thread in started:
+            thread.join()
+    (only,) = others.record()
+    assert only.name == "spin"
+    assert 0.2 < only.cpu_s < 1.1
+    assert {line.where.rpartition("/")[2].partition(":")[0] for line in only.lines} == {"test_interpreter_lock.py"}
+    assert sum(line.seconds for line in only.lines) == pytest.approx(only.cpu_s)
+
+
+def test_neither_the_training_thread_nor_ours_is_another() -> None:
+    stop = threading.Event()
+    ours = threading.Thread(target=spin, args=(stop,), name="fulltilt-observer")
+    ours.start()
+    others = OtherThreads()
+    try:
+        for _ in range(5):
+            others.poll(threading.get_native_id())
+            time.sleep(0.05)
+    finally:
+        stop.set()
+        ours.join()
+    assert others.record() == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "common"),
+    [("Thread-12 (fill)", "fill"), ("ThreadPoolExecutor-0_3", "ThreadPoolExecutor"), ("loader", "loader"), ("7", "7")],
+)
+def test_threads_of_one_kind_have_one_name(name: str, common: str) -> None:
+    assert common_name(name) == common

@@ -65,6 +65,7 @@ CATALOGUE = (
     Specimen("zip_loaders.py", "input_serial", measured=("data_wait",)),
     Specimen("generator_slow.py", "input_serial", measured=("data_wait",), counts_samples=False),
     Specimen("own_prefetch_slow.py", "input_serial", measured=("data_wait",)),
+    Specimen("own_prefetch_python.py", "gil_contended", counts_samples=False),
     Specimen("worker_decode.py", "input_cpu_bound", measured=("data_wait",)),
     Specimen("worker_waits.py", "input_io_bound", measured=("data_wait",)),
     Specimen("cold_first_pass.py", "slow_storage", surroundings="slow_disk"),

@@ -30,6 +30,7 @@ from fulltilt.records import (
     RankSummary,
     Run,
     Span,
+    ThreadRecord,
     Throughput,
     Utilisation,
     WorkerRecord,
@@ -122,6 +123,21 @@ class Evidence:
     def contended_s(self) -> float:
         """Host time, while the GPU idled, in which the training thread had no CPU: at most what it waited for one."""
         return min(self.rank.cpu_wait_s or 0.0, self.buckets.host_code_s) if self.on_gpu else 0.0
+
+    @property
+    def busy_threads(self) -> tuple[ThreadRecord, ...]:
+        """The job's other Python threads that run for a good part of the time, the busiest first."""
+        ran = sorted(self.rank.threads, key=lambda thread: -thread.cpu_s)
+        return tuple(thread for thread in ran if self.share(thread.cpu_s) >= LIMITS.busy_thread_share)
+
+    @property
+    def stalled_by_threads_s(self) -> float:
+        """Compute on CPUs in which the training thread did not run: at most what other Python threads took."""
+        taken_s = sum(thread.cpu_s for thread in self.busy_threads)
+        if self.on_gpu or self.rank.off_cpu_s is None:
+            return 0.0
+        stalled_s = self.rank.off_cpu_s - (self.active_s - self.buckets.compute_s)
+        return max(min(stalled_s, taken_s, self.buckets.compute_s), 0.0)
 
     @property
     def host_lines(self) -> tuple[HotLine, ...]:

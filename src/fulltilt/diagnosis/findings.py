@@ -141,6 +141,16 @@ def neighbours(evidence: Evidence) -> list[str]:
     return [f"other processes had {percent(others)} of the CPUs that the job may use, and none was free"]
 
 
+def busy_thread(evidence: Evidence) -> tuple[str, str] | None:
+    """The busiest Python thread beside the training thread, in words, and what it takes; None where none is busy."""
+    thread = next(iter(evidence.busy_threads), None)
+    if thread is None:
+        return None
+    named = f"thread {thread.name}" + (f" (mostly {thread.lines[0].where})" if thread.lines else "")
+    fact = f"{named} runs for {percent(evidence.share(thread.cpu_s))} of the time, and only one thread has the GIL"
+    return named, fact
+
+
 def line_cost(line: HotLine, whole_s: float | None = None) -> str:
     """``71 % in decode, dataset.py:48``; without a whole, the seconds themselves."""
     cost = percent(min(line.seconds / whole_s, 1.0)) if whole_s else seconds(line.seconds)

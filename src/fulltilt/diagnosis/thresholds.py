@@ -37,6 +37,8 @@ class Thresholds:
     telling_line_share: float = 0.02  # of a cause; a line below was met by a look or two, by chance
     host_code_share: float = 0.05  # progress bars and schedulers stay under 3 % of a 10 ms step
     launch_contended_share: float = 0.05  # a free CPU is had within microseconds: a quiet machine stays under 1 %
+    busy_thread_share: float = 0.10  # writers of logs and progress bars stay under 2 %
+    gil_contended_share: float = 0.05  # a thread that computes alone runs in 99 % of its time on a quiet machine
     cpus_full_share: float = 0.6  # of the usable CPUs: what the job itself keeps busy is then why none is free
     validation_share: float = 0.20  # validation is wanted work; a fifth of the job is what people still accept
     recompiling_share: float = 0.03  # a last, smaller batch costs one recompilation; hours of training hide it

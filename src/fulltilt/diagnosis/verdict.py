@@ -75,6 +75,7 @@ WORDS: dict[str, tuple[str, str | None]] = {
     "worker_memory_growth": ("Worker memory growth", "{fact}"),
     "cpu_affinity": ("CPU affinity", "{fact}{win}"),
     "launch_contended": ("No CPU to launch on", "{fact}{win}"),
+    "gil_contended": ("GIL contention", "{fact}{win}"),
     "cpu_oversubscribed": ("CPU oversubscribed", "{fact} and slow each other down{win}"),
     "shm_small": ("Shared memory too small", "{fact}"),
     "throttled": ("GPU throttled", "{fact}{win}"),

@@ -1,4 +1,4 @@
-"""How soon an observing thread gets the interpreter lock when its sample is due.
+"""Who has the interpreter lock: how soon an observing thread gets it, and which of the job's threads take it as well.
 
 A sample that comes late has slipped from a short stretch of Python code into the call behind it that gives up the lock
 by itself, mostly one of torch's: the script's own code passes for compute.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import sys
 import threading
 import time
 
 from fulltilt.probes.rate_limit import RateLimit
+from fulltilt.recorder.stacks.frames import LineTimes, stack_of, view_of
+from fulltilt.records import ThreadRecord
 
 # Whoever holds the lock gives it up this long after another thread asked for it; Python's own 5 ms are far too long.
 # Where other threads run Python code they would all change places as often, so that they get longer turns.
@@ -30,6 +33,9 @@ CROWDED_SHARE, LONGEST_EVERY_S, REMEMBERED_SAMPLES = 0.01, 0.05, 50
 # The training thread and the observer.
 WITHOUT_OTHERS = 2
 PR_SET_TIMERSLACK = 29
+# Lines are named of a thread that ran for this much of the time since it was last asked.
+BUSY_SHARE = 0.05
+MOST_NAMES = 64
 
 
 class LockTurns:
@@ -84,6 +90,68 @@ class LockTurns:
         if self._patient:
             return PATIENT_S
         return ALONE_S if threading.active_count() <= WITHOUT_OTHERS else IN_COMPANY_S
+
+
+class OtherThreads:
+    """What the job's other Python threads cost since training began: only one of all threads runs Python at a time."""
+
+    def __init__(self) -> None:
+        self._polled_s = time.monotonic()
+        self._ran_s: dict[int, float] = {}  # by the thread's number: all that it ran so far
+        self._busy: dict[int, str] = {}
+        self._cpu_s: dict[str, float] = {}
+        self._lines: dict[str, LineTimes] = {}
+
+    def poll(self, training: int) -> None:
+        """Ask how long each has run; ``training``, the number of a thread, is not one of them, nor is one of ours."""
+        now_s = time.monotonic()
+        since_s, self._polled_s = now_s - self._polled_s, now_s
+        before, self._ran_s, self._busy = self._ran_s, {}, {}
+        for thread in threading.enumerate():
+            number = thread.native_id or training
+            times = None if number == training or thread.name.startswith("fulltilt-") else cpu_times_s(number)
+            if times is None:
+                continue
+            self._ran_s[number] = times[0]
+            ran_s = times[0] - before.get(number, times[0])
+            if ran_s > BUSY_SHARE * since_s:
+                name = common_name(thread.name)
+                self._busy[thread.ident or 0] = name
+                if name in self._cpu_s or len(self._cpu_s) < MOST_NAMES:
+                    self._cpu_s[name] = self._cpu_s.get(name, 0.0) + ran_s
+
+    def sample(self) -> None:
+        """Note the lines at which the busy ones stand."""
+        for thread, name in self._busy.items():
+            stack = stack_of(thread)
+            view = None if stack is None else view_of(stack)
+            if view is not None and not view.waits and name in self._cpu_s:
+                self._lines.setdefault(name, LineTimes()).add(view, 1.0)
+
+    def record(self) -> tuple[ThreadRecord, ...]:
+        """The costliest three, with their lines."""
+        found = []
+        for name in sorted(self._cpu_s, key=lambda name: -self._cpu_s[name])[:3]:
+            lines = self._lines.get(name, LineTimes())
+            seen = sum(lines.by_line().values())
+            found.append(ThreadRecord(name, self._cpu_s[name], lines.top(3, self._cpu_s[name] / (seen or 1.0))))
+        return tuple(found)
+
+
+def common_name(name: str) -> str:
+    """What threads of one kind have in common: ``Thread-3 (produce)`` is ``produce``."""
+    target = re.fullmatch(r"Thread-\d+ \((.*)\)", name)
+    return target[1] if target else re.sub(r"[-_]?\d+", "", name) or name
+
+
+def cpu_times_s(thread: int) -> tuple[float, float] | None:
+    """Seconds that a thread of this process ran, and waited for a CPU; None where nobody says."""
+    try:
+        with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:  # noqa: PTH123 - hot
+            ran, waited = file.read().split()[:2]
+            return int(ran) * 1e-9, int(waited) * 1e-9
+    except (OSError, ValueError):
+        return None
 
 
 def own_cpu_clock() -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -13,10 +14,11 @@ from typing import Any
 
 from fulltilt import records
 from fulltilt.recorder import attach
+from fulltilt.recorder.interpreter_lock import OtherThreads, cpu_times_s
 from fulltilt.recorder.intervals import IntervalBuilder
 from fulltilt.recorder.launchers import RANKED
 from fulltilt.recorder.loaders import LoaderTaps
-from fulltilt.recorder.loaders.workers import WorkerTotals, allowed_cpus, run_delay_s
+from fulltilt.recorder.loaders.workers import WorkerTotals, allowed_cpus
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, StackView
 
@@ -160,7 +162,9 @@ class RankState:
         self.compiling: Callable[[], records.CompileRecord | None] = lambda: None
         self.remarks: list[str] = []
         self._vram_peak_bytes: int | None = None
-        self._waited_before_s: float | None = None
+        self.training_thread = os.getpid()  # the main thread, unless another one takes steps
+        self.threads = OtherThreads()
+        self._first_times: tuple[float, float, float] | None = None
         # What live tuning did, asked for each time that the record is written.
         self.live: Callable[[], tuple[records.LiveRecord, ...]] = tuple
 
@@ -215,8 +219,10 @@ class RankState:
         return eval_mode or self.taps.was_evaluating
 
     def poll(self) -> None:
-        """Take in what the workers have told."""
+        """Take in what the workers have told, and what other threads did."""
         self._host_growth.note(self.steps)
+        if self.steps:
+            self.threads.poll(self.training_thread)
         for message in self.taps.mailbox.receive():
             if message.loader < len(self.taps.all):
                 tap = self.taps.all[message.loader]
@@ -279,6 +285,7 @@ class RankState:
         trained = builder.counter.train_loaders
         cuda = self._torch.cuda if on_gpu else None
         stats = cuda.memory_stats() if cuda is not None else {}
+        times = self._training_thread_s()
         return records.RankRecord(
             rank=stream,
             world_size=self.world_size,
@@ -329,20 +336,22 @@ class RankState:
             torch_threads=self._torch.get_num_threads(),
             cpus_at_start=attach.cpus_at_start,
             cpus=len(cpus) if (cpus := allowed_cpus()) is not None else None,
-            cpu_wait_s=self._cpu_wait_s(),
+            cpu_wait_s=None if times is None else times[2],
+            off_cpu_s=None if times is None else times[0] - times[1],
+            threads=self.threads.record(),
             notes=tuple(self.remarks),
             live=self.live(),
             group=self.group,
         )
 
-    def _cpu_wait_s(self) -> float | None:
-        """How long the main thread has waited for a CPU since the first steps."""
-        waited_s = run_delay_s(os.getpid())
-        if waited_s is None or not self.steps:
+    def _training_thread_s(self) -> tuple[float, float, float] | None:
+        """Seconds since the first steps: on the wall, those that the training thread ran, and waited for a CPU."""
+        times = cpu_times_s(self.training_thread)
+        if times is None or not self.steps:
             return None
-        if self._waited_before_s is None:
-            self._waited_before_s = waited_s
-        return waited_s - self._waited_before_s
+        now = time.monotonic(), *times
+        self._first_times = first = self._first_times or now
+        return now[0] - first[0], now[1] - first[1], now[2] - first[2]
 
     def _highest_peak(self, now_bytes: int | None) -> int | None:
         """The highest so far: loops that print the peak of each epoch reset torch's own."""

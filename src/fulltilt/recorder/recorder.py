@@ -95,6 +95,7 @@ class Recorder:
     def adopt(self) -> None:
         """The calling thread is the one that trains."""
         self.thread_id, self._cpu_clock = threading.get_ident(), own_cpu_clock()
+        self.state.training_thread = threading.get_native_id()
 
     def switch(self, activity: Activity, fact: Any = None, point: Point = Point.NONE) -> Activity:
         """From now on the training thread does ``activity``. Returns what it did before."""
@@ -222,6 +223,7 @@ class Recorder:
             try:
                 ruins_nothing = ruins_nothing or (self.clock is not None and cuda_capture.use_thread_local_mode())
                 self._sampler.take(due_ns, every_s)
+                self.state.threads.sample()
                 now = time.monotonic()
                 if now >= next_drain:
                     next_drain = now + DRAIN_EVERY_S

@@ -50,6 +50,7 @@ from fulltilt.records.run import Settings as Settings
 from fulltilt.records.run import Span as Span
 from fulltilt.records.run import StorageReading as StorageReading
 from fulltilt.records.run import Task as Task
+from fulltilt.records.run import ThreadRecord as ThreadRecord
 from fulltilt.records.run import TransferRecord as TransferRecord
 from fulltilt.records.run import Trial as Trial
 from fulltilt.records.run import UnusedSearchRecord as UnusedSearchRecord

@@ -32,6 +32,7 @@ FindingCode = Literal[
     "worker_memory_growth",
     "cpu_affinity",
     "launch_contended",
+    "gil_contended",
     "cpu_oversubscribed",
     "shm_small",
     "throttled",

@@ -547,6 +547,15 @@ class CompileRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ThreadRecord:
+    """Python threads of the job beside the one that trains, by their common name, and the lines that they ran."""
+
+    name: str
+    cpu_s: float
+    lines: tuple[HotLine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GarbageRecord:
     """Python's garbage collections on the training thread, start-up left out. ``full`` ones walk through every object.
 
@@ -612,6 +621,8 @@ class RankRecord:
     cpus_at_start: int | None = None
     cpus: int | None = None
     cpu_wait_s: float | None = None  # the training thread was ready to run, and had no CPU
+    off_cpu_s: float | None = None  # the training thread did not run, for this or any other reason
+    threads: tuple[ThreadRecord, ...] = ()
     notes: tuple[str, ...] = ()
     live: tuple[LiveRecord, ...] = ()
     under_way: Span | None = None

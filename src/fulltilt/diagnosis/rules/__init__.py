@@ -57,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     Rule(machine.worker_memory_growth),
     Rule(machine.cpu_affinity),
     Rule(machine.launch_contended, on_gpu=True),
+    Rule(machine.gil_contended),
     Rule(machine.cpu_oversubscribed),
     Rule(data_loading.shm_small, of_machine=True),
     Rule(gpu.throttled, on_gpu=True, of_machine=True),

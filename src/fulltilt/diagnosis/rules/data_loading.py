@@ -14,6 +14,7 @@ from fulltilt.diagnosis.findings import (
     Severity,
     amdahl,
     at,
+    busy_thread,
     by_removing,
     costliest_line,
     fetching_line,
@@ -199,11 +200,19 @@ def _made_by_hand(evidence: Evidence) -> Finding:
     costs = [line_cost(line)] if line else []
     if line and line.waits:
         made = "no DataLoader was seen: threads, processes or an event loop of the script's own bring the batches"
-        fix = (
-            f"{line.call or line.function}{at(where)} waits for batches that the script makes elsewhere: let more "
-            "threads or processes make them side by side, begin with each one earlier (a longer queue, more requests "
-            "under way), or make each of them cheaper."
-        )
+        fix = f"{line.call or line.function}{at(where)} waits for batches that the script makes elsewhere: "
+        if thread := busy_thread(evidence):
+            named, fact = thread
+            costs.append(fact)
+            fix += (
+                f"give the work of {named} to processes (a DataLoader with num_workers, multiprocessing), or make it "
+                "cheaper. More threads would share the one GIL."
+            )
+        else:
+            fix += (
+                "let more threads or processes make them side by side, begin with each one earlier (a longer queue, "
+                "more requests under way), or make each of them cheaper."
+            )
         predicted, what = by_removing(evidence.data_wait_share), "waiting for batches"
         title = "Data loading: the script's own fetching too slow"
     else:

@@ -9,6 +9,7 @@ from fulltilt.diagnosis.findings import (
     Judgement,
     amdahl,
     at,
+    busy_thread,
     by_removing,
     by_speeding_up,
     costliest_line,
@@ -204,7 +205,7 @@ def padding_waste(evidence: Evidence) -> Judgement:
 
 def compute_bound(evidence: Evidence) -> Judgement:
     """The job computes most of its time: the healthy end, with the word on whether a full GPU is really full."""
-    compute_s = evidence.buckets.compute_s
+    compute_s = evidence.buckets.compute_s - evidence.stalled_by_threads_s
     share = evidence.share(compute_s)
     if share < LIMITS.compute_dominates:
         return None
@@ -368,6 +369,10 @@ def launch_bound(evidence: Evidence) -> Judgement:
         fixes.append(f"update all parameters in one kernel: {fusible[0]}(..., fused=True)")
     if evidence.loader and evidence.loader.batch_size:
         fixes.append(f"if the training allows it, try a batch larger than {evidence.loader.batch_size}")
+    if thread := busy_thread(evidence):
+        named, fact = thread
+        facts.append(fact)
+        fixes.insert(0, f"give the work of {named} to a process, so that the GIL is free to launch kernels")
     fix = capital(f"{'; '.join(fixes)}.")
     return found(evidence, "launch_bound", cost_s, facts, fix, None, by_removing(share))
 

@@ -9,6 +9,7 @@ from fulltilt.diagnosis.findings import (
     Severity,
     amdahl,
     at,
+    busy_thread,
     by_removing,
     by_speeding_up,
     fetching_line,
@@ -198,6 +199,23 @@ def launch_contended(evidence: Evidence) -> Judgement:
     else:
         fix = OTHERS_TAKE_CPUS
     return found(evidence, "launch_contended", cost_s, facts, fix, where, by_removing(share))
+
+
+def gil_contended(evidence: Evidence) -> Judgement:
+    """Other Python threads of the job take the interpreter lock, or a CPU, from the training thread."""
+    cost_s, thread = evidence.stalled_by_threads_s, busy_thread(evidence)
+    share = evidence.share(cost_s)
+    if thread is None or share < LIMITS.gil_contended_share:
+        return None
+    named, fact = thread
+    lines = evidence.busy_threads[0].lines
+    told = f"the training thread stands still in {percent(share)} of the time after start-up, without the GIL or a CPU"
+    fix = (
+        f"Give the work of {named} to a process, which has a GIL of its own: for batches a DataLoader with "
+        "num_workers, for anything else multiprocessing.Process in place of the thread."
+    )
+    where = lines[0].where if lines else None
+    return found(evidence, "gil_contended", cost_s, [told, fact], fix, where, gain(1.0, amdahl(share)))
 
 
 def cpu_oversubscribed(evidence: Evidence) -> Judgement:

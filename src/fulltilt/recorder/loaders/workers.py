@@ -24,7 +24,7 @@ from random import Random
 from typing import Any
 
 from fulltilt import store
-from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
+from fulltilt.recorder.interpreter_lock import LockTurns, cpu_times_s, own_cpu_clock, wake_on_time
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, stack_of, view_of
 from fulltilt.recorder.user_code import leave_out_ours
 from fulltilt.records import HotLine, MemoryGrowthRecord, StorageReading, WorkerRecord
@@ -291,11 +291,8 @@ def _read_so_far() -> tuple[int | None, int | None]:
 
 def run_delay_s(thread: int) -> float | None:
     """Seconds that a thread of this process was ready to run and waited for a CPU; None where nobody says."""
-    try:
-        with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:  # noqa: PTH123 - hot
-            return int(file.read().split()[1]) * 1e-9
-    except (OSError, IndexError, ValueError):
-        return None
+    times = cpu_times_s(thread)
+    return None if times is None else times[1]
 
 
 def allowed_cpus() -> tuple[int, ...] | None:
