@@ -55,7 +55,7 @@ def test_compute_that_shares_its_cpus_with_workers_is_not_at_its_end(worked_s: f
     loading = {"loaders": (loader(num_workers=2),), "workers": (workers(process_cpu_s=worked_s),)}
     finding = found(compute_bound(gather(run_of(rank(**loading), compute=95.0, data_wait=5.0))))
     assert ("Make decode (dataset.py:48) cheaper. Apart from that, only a faster" in finding.fix) == cheaper
-    assert finding.fix.startswith("Nothing holds it up") != cheaper
+    assert finding.fix.startswith("Compute sets the pace") != cheaper
 
 
 # --------------------------------------------------------------------------- transfer_blocking

@@ -30,7 +30,7 @@ def test_a_gpu_that_is_short_of_work_wants_a_larger_batch() -> None:
     warning = low_gpu_warning(20.0, launching, [loader(num_workers=2)], usable_cpus=8.0)
     assert warning is not None
     assert warning.splitlines()[1:] == [
-        "- most likely: the script's own code between steps, or slow kernel launches (80 % of the training time)",
+        "- most likely: the script's own code in the loop, or slow kernel launches (80 % of the training time)",
         "- increase batch_size (current: 32)",
         "- num_workers (current: 2) keeps up",
     ]

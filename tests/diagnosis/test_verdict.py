@@ -119,8 +119,8 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
         (
             run_of(rank(host_lines=(HotLine("train.py:55", "main", 49.0),)), host_code=50.0, compute=50.0),
             "host_code",
-            "Python code between steps: the script's own code takes 50 % of the time after start-up (train.py:55); "
-            "at most 2.0 × as fast without it.",
+            "Python code in the training loop: the script's own code takes 50 % of the time after start-up "
+            "(train.py:55); at most 2.0 × as fast without it.",
         ),
         (
             run_of(gpu_rank(gpu_busy_step_s=0.095), samples=sampled(gpu()), compute=95.0, host_code=5.0),
@@ -250,7 +250,7 @@ def test_time_that_nobody_saw_is_no_part_of_a_share() -> None:
     killed = rank(finished=False, t1_s=110.0)
     run = run_of(killed, host_code=50.0, compute=50.0, run={**KILLED, "wall_s": 210.0})
     assert answer(run).verdict.sentence.startswith(
-        "Python code between steps: the script's own code takes 50 % of the time"
+        "Python code in the training loop: the script's own code takes 50 % of the time"
     )
     assert answer(run).ledger.buckets.unattributed_s == pytest.approx(100.0)
 

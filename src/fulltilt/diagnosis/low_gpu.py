@@ -16,7 +16,7 @@ _CAUSES = {
     "transfer_s": "copies to the GPU",
     "compute_s": "the GPU computes",
     "sync_s": "calls that wait for the GPU (.item(), .cpu())",
-    "host_code_s": "the script's own code between steps, or slow kernel launches",
+    "host_code_s": "the script's own code in the loop, or slow kernel launches",
     "validation_s": "validation",
     "checkpoint_s": "saving checkpoints",
     "epoch_turnover_s": "starting each pass over the data",

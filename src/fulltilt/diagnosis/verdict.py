@@ -66,7 +66,7 @@ WORDS: dict[str, tuple[str, str | None]] = {
     "free_switches": ("Free switches unused", "{fact}{win}"),
     "padding_waste": ("Padding", "{fact}{win}"),
     "slowing_down": ("Slowing down", "{fact}{place}{win}"),
-    "host_code": ("Python code between steps", "the script's own code takes {share}{place}{win}"),
+    "host_code": ("Python code in the training loop", "the script's own code takes {share}{place}{win}"),
     "recompiling": ("Recompilation", "{fact}{place}{win}"),
     "gc_pauses": ("Garbage collection", "Python's collector holds the training up in {share}{place}{win}"),
     "validation_heavy": ("Validation", "it takes {share}{most}"),

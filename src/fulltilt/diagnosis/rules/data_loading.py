@@ -336,8 +336,8 @@ def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, limit: Limit, line:
         return f"Make {place} wait less{beside}. Read larger pieces at a time, or keep what was read."
     return (
         f"Make {place} cheaper: {count('worker', loader.num_workers)} and the training fill the CPUs "
-        f"({_cpus(evidence)}). "
-        "Do its deterministic part once and store the result, work on smaller inputs, or move it to the GPU."
+        f"({_cpus(evidence)}). Do its deterministic part once and store the result, work on smaller inputs, or, "
+        "where it is arithmetic, move it to the GPU."
     )
 
 

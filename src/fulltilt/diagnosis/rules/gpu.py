@@ -222,7 +222,7 @@ def compute_bound(evidence: Evidence) -> Judgement:
         facts.append(words)
     facts += [sentence for gpu in evidence.gpus if (sentence := is_it_real(gpu))]
     healthy = share >= LIMITS.full_tilt_share
-    fix = "Nothing holds it up. " if healthy else "Once the rest is mended, compute sets the pace. "
+    fix = "Compute sets the pace. " if healthy else "Once the rest is mended, compute sets the pace. "
     if evidence.on_gpu:
         fix += "Only less arithmetic makes it faster: a smaller model, lower precision, torch.compile."
     else:

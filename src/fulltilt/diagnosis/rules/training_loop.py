@@ -70,7 +70,7 @@ def slowing_down(evidence: Evidence) -> Judgement:
 _FOR_OTHERS = "it waits for another thread or process; make that one faster, or wait later"
 # What the line or its function looks like, and what to do about it.
 _ADVICE = (
-    (r"\bsleep\(", "it waits on purpose; remove it"),
+    (r"\bsleep\(", "it sleeps; take it out, or sleep less"),
     (r"\.(join|result|wait|acquire)\(\)", _FOR_OTHERS),
     (r"json|dump|write|\bsave|to_csv", "write every {every} steps, or from a second thread"),
     (r"\bprint\(|logg(er|ing)\b|log_metric|add_(scalar|histogram)|wandb", "log every {every} steps"),
@@ -98,7 +98,7 @@ _SELDOM = (
 
 
 def host_code(evidence: Evidence) -> Judgement:
-    """The script's own Python between steps, while nothing computes. Slow kernel launches are not counted here."""
+    """The script's own Python in the training loop, while nothing computes. Slow launches are not counted."""
     launch_s, lines = evidence.launch_s, evidence.host_lines
     if evidence.on_gpu and launch_s is None and not lines:
         return Abstention("host_code", "what the host did while the GPU idled (launching, or code of the script's own)")
@@ -137,6 +137,9 @@ def host_code(evidence: Evidence) -> Judgement:
     fix = f"Find the slow code: {_OTHERWISE.format(every=100)}."
     # A line of the loop's own function is none of those that the call leads to.
     slow = call if thin or (call and lines and lines[0].function == call.function) else next(iter(lines), None)
+    growing = evidence.rank.growing_lines if slower is not None and slower.bucket == "host_code_s" else ()
+    if slow and slow.where in (line.where for line in growing[:1]):
+        return None  # what it cost at first is told as slowing down, too
     if slow:
         fix = _speed_up_line(slow, call or slow, share, _is_seldom(evidence), fed=evidence.loader is not None)
     return found(evidence, "host_code", cost_s, facts, fix, slow.where if slow else None, predicted)
