@@ -287,8 +287,10 @@ def test_a_generator_behind_the_loader_is_blamed_and_not_the_loader(num_workers:
         loaders=(loader(where="gen.py:8", num_workers=num_workers, wait_s=5.0, wait_cpu_s=5.0),),
         workers=(workers(fetch_s=5.0, fetch_cpu_s=5.0, process_cpu_s=5.0, idle_s=150.0),) if num_workers else (),
         host_lines=(HotLine("gen.py:11", "batches", 35.0, "crop(row)"),),
+        drawn_from=HotLine("gen.py:20", "batches", 35.0, "batches(loader)"),
     )
     evidence = gather(run_of(made, data_wait=40.0, compute=60.0))
+    assert gather(run_of(replace(made, drawn_from=None), data_wait=40.0, compute=60.0)).limit is not Limit.BEHIND
     finding = found(input_serial(evidence))
     assert finding.where == "gen.py:11"
     assert "88 % of it is not the loader at gen.py:8" in finding.evidence[1]

@@ -255,10 +255,10 @@ def _input_of(
 def waited_behind_loaders_s(rank: RankRecord, data_wait_s: float) -> float:
     """What the training waited for batches but not in a loader: a generator of the script's works on what it drew.
 
-    0.0 where that is not known: no loader was seen, or another thread drew from it.
+    0.0 where that is not known: no generator or no loader was seen, or another thread drew from it.
     """
     loaders = training_loaders(rank)
-    if not loaders or not all(loader.wait_s > 0 for loader in loaders):
+    if rank.drawn_from is None or not loaders or not all(loader.wait_s > 0 for loader in loaders):
         return 0.0
     return max(data_wait_s - sum(loader.wait_s + loader.first_wait_s for loader in loaders), 0.0)
 

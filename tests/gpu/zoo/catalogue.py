@@ -20,7 +20,7 @@ CATALOGUE = (
     GpuSpecimen("sleep_after_step.py", "host_code", measured=("host_code",)),
     GpuSpecimen("validate_often.py", "validation_heavy", measured=("validation",)),
     GpuSpecimen("save_often.py", "checkpoint_stall", measured=("checkpoint",), counts_samples=False),
-    GpuSpecimen("launch_beside_workers.py", "launch_contended", also="launch_bound"),
+    GpuSpecimen("launch_beside_workers.py", "launch_contended"),
     GpuSpecimen("channels_first.py", "free_switches", counts_samples=False),
     GpuSpecimen("large_compute.py", "compute_bound", shares=COMPUTES),
     GpuSpecimen("shared_gpu.py", "gpu_shared", surroundings="neighbour"),

@@ -242,7 +242,8 @@ def _made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
         "what it draws from there, in the training thread",
         *([line_cost(line)] if line else []),
     ]
-    call = rewritten(evidence, loader, num_workers=max(loader.num_workers, 1), persistent_workers=True)
+    workers = max(loader.num_workers, unplanned_workers(evidence))
+    call = rewritten(evidence, loader, num_workers=workers, persistent_workers=True)
     fix = (
         f"Let workers do what the code{at(where)} does to each batch: put it into the data set "
         f"or the collate_fn of the loader, {call}{at(loader.where)}."
