@@ -120,6 +120,11 @@ class Evidence:
         return min(worked_s / max(self.usable_cpus * self.active_s, 1e-9), 1.0)
 
     @property
+    def crowded_by_workers(self) -> bool:
+        """Whether the job computes on CPUs of which its workers take a good part."""
+        return not self.on_gpu and self.workers_share >= LIMITS.loading_cpu_share
+
+    @property
     def contended_s(self) -> float:
         """Host time, while the GPU idled, in which the training thread had no CPU: at most what it waited for one."""
         return min(self.rank.cpu_wait_s or 0.0, self.buckets.host_code_s) if self.on_gpu else 0.0

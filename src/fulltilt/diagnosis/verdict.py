@@ -124,12 +124,14 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
 
 
 def _gain(evidence: Evidence, share: float) -> str:
-    """How much there is to gain at most when training no longer waits for data.
+    """How much there is to gain when training no longer waits for data: at most that on a GPU.
 
+    Workers that computed where the training computes would leave it their CPUs as well.
     The rate of a run under live tuning is that of no settings in particular: its gain is told by what was tried.
     """
     if evidence.live is not None and evidence.live.moves:
         return ""
+    bound = "at least" if evidence.crowded_by_workers else "at most"
     rate, ceiling = rate_while_drawing(evidence.run), evidence.ceilings.compute_samples_per_s
     if rate and ceiling and ceiling > rate:
         taker = "the GPU" if evidence.on_gpu else "compute"
@@ -140,8 +142,8 @@ def _gain(evidence: Evidence, share: float) -> str:
             giver = "the loader gives"
         most = times(min(ceiling / rate, amdahl(share)))
         rates = f"{giver} {number(rate)} samples/s, {taker} could take {number(ceiling)}"
-        return f"; at most {most} as fast without it: {rates}"
-    return f"; at most {times(amdahl(share))} as fast without it"
+        return f"; {bound} {most} as fast without it: {rates}"
+    return f"; {bound} {times(amdahl(share))} as fast without it"
 
 
 def _compute_bound(evidence: Evidence, share: float) -> str:

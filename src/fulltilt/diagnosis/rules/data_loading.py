@@ -78,7 +78,10 @@ def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
     if line is None or evidence.workers is None:
         return gain_without_wait(evidence)
     part = min(line.seconds / evidence.workers.fetch_s, 1.0)
-    return gain(amdahl(part * LIMITS.recovered_low), amdahl(part), cap=amdahl(evidence.data_wait_share))
+    cap = amdahl(evidence.data_wait_share)
+    if evidence.crowded_by_workers:
+        cap *= amdahl(part * evidence.workers_share)  # the CPUs that this leaves compute with
+    return gain(amdahl(part * LIMITS.recovered_low), amdahl(part), cap=cap)
 
 
 def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:

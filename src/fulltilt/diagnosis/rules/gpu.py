@@ -228,8 +228,9 @@ def compute_bound(evidence: Evidence) -> Judgement:
     else:
         facts += (others := neighbours(evidence))
         ways = ["Run it where other processes leave it the CPUs"] if others else []
-        if (loading := evidence.workers_share) >= LIMITS.loading_cpu_share:
-            facts.append(f"loader workers keep {percent(loading)} of the CPUs, which compute then does not have")
+        if evidence.crowded_by_workers:
+            kept = percent(evidence.workers_share)
+            facts.append(f"loader workers keep {kept} of the CPUs, which compute then does not have")
             line = costliest_line(evidence)
             ways.append(f"Make {f'{line.function} ({line.where})' if line else 'the fetch'} cheaper")
         fix = f"{'. '.join(ways)}. Apart from that, only" if ways else f"{fix}Only"
