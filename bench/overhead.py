@@ -190,7 +190,7 @@ def observed(loop: Loop) -> Iterator[Block]:
         session.install()
         loop.run(0.0, WARM_UP_STEPS, loader="observed")
         session.restore()
-        names = ("SAMPLE_EVERY_S", "LATER_SAMPLE_EVERY_S")
+        names = ("SAMPLE_EVERY_S", "LATER_SAMPLE_EVERY_S", "LATER_AT_REST_EVERY_S")
         usual = {name: getattr(stack_sampler, name) for name in names}
 
         def block(seconds: float) -> list[float]:

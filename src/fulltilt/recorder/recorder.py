@@ -123,9 +123,10 @@ class Recorder:
 
     def stepped_at_rest(self) -> None:
         """An optimizer call has ended that was not measured."""
+        rest = self.rest
         self._passed_at_rest(time.perf_counter_ns())
-        self.rest.calls += 1
-        if self.rest.plan is None or self.rest.calls >= self.rest.plan.rested_calls:
+        rest.calls += 1
+        if rest.plan is None or rest.calls >= rest.plan.rested_calls:
             self.wake()
 
     def wake(self) -> None:

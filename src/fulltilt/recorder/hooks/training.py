@@ -153,8 +153,14 @@ class StepHooks:
                 return original(*args, **kwargs)
             if not recorder.active or self._around_steps is Activity.BACKWARD:
                 return original(*args, **kwargs)
-            if recorder.rest.on:
-                return self._at_rest(original, *args, **kwargs) if recorder.mine() else original(*args, **kwargs)
+            if recorder.rest.on and recorder.mine():
+                self._around_steps = Activity.BACKWARD
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self._around_steps = Activity.USER
+                    if not self._recorder.rest.on:  # a step inside has ended it
+                        recorder.switch(Activity.USER)
             if not recorder.mine():
                 if recorder.state.steps:
                     return original(*args, **kwargs)
@@ -199,15 +205,6 @@ class StepHooks:
             self._torch.autograd.Variable._execution_engine.queue_callback(computed)
 
         handle = root.register_hook(began)
-
-    def _at_rest(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        self._around_steps = Activity.BACKWARD
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._around_steps = Activity.USER
-            if not self._recorder.rest.on:  # a step inside has ended it
-                self._recorder.switch(Activity.USER)
 
     def _grad(self, original: Function) -> Function:
         recorder = self._recorder

@@ -7,6 +7,7 @@ from typing import Any
 
 DEEPEST = 4
 WIDEST = 64
+NUMBERS = (int, float)
 
 
 def count_samples(batch: Any, hint: int | None = None, last: int | None = None) -> int | None:
@@ -19,12 +20,12 @@ def count_samples(batch: Any, hint: int | None = None, last: int | None = None) 
     kind = type(batch)
     columns = batch if kind in (tuple, list) else tuple(batch.values()) if kind is dict else (batch,)
     shape = getattr(columns[0], "shape", None) if columns else None
-    if hint in (None, 1):
-        shapes = [() if isinstance(column, int | float) else getattr(column, "shape", None) for column in columns]
+    if hint is None or hint == 1:
+        shapes = [() if isinstance(column, NUMBERS) else getattr(column, "shape", None) for column in columns]
+        if shape and len(shapes) > 1 and not [other for other in shapes if not other or other[0] != shape[0]]:
+            return int(shape[0])  # asked for one sample, the data set gives a batch
         if _is_one_sample(shapes):
             return 1
-        if shape and len(shapes) > 1 and all(other and other[0] == shape[0] for other in shapes):
-            return int(shape[0])  # asked for one sample, the data set gives a batch
     if shape and hint in (None, shape[0]):
         return int(shape[0])
     counts = list(_counts(batch, DEEPEST))

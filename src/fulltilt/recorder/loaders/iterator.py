@@ -7,6 +7,7 @@ and for iterables that are none of torch's, a ``TappedIterator`` stands between 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -99,9 +100,7 @@ class LoaderTap:
         return self.wait_s * self.timed_cpu_s / self.timed_wait_s if self.timed_wait_s else 0.0
 
     def inspect(self, batch: Any) -> None:
-        """Look into some of the batches."""
-        if self.batches > INSPECT_FIRST and self.batches % INSPECT_EVERY:
-            return
+        """Look into a batch: some of them are enough."""
         self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))
         self.batch_kind = self.batch_kind or kind_of(batch)
         if len(self.shapes) < MOST_SHAPES:
@@ -261,7 +260,7 @@ class PassMeter:
             return following(source)  # the __next__ of a class calls that of its base
         self._drawing = True
         try:
-            if not recorder.mine():
+            if threading.get_ident() != recorder.thread_id:
                 return self._from_another_thread(source, following)
             evaluating = taps.evaluating(self._tap)
             if recorder.rest.on and not evaluating and not self.first:
@@ -319,35 +318,35 @@ class PassMeter:
         return batch
 
     def at_rest(self, source: Any, following: Callable[[Any], Any]) -> Any:
-        """A batch that is only counted."""
+        """A batch that is only counted. Short, and with few calls: a step of a millisecond pays for each of them."""
         tap, recorder = self._tap, self._taps.recorder
-        began = time.perf_counter_ns()
+        began_ns = time.perf_counter_ns()
         try:
             batch = following(source)
-        except StopIteration:
-            ended, workers = time.perf_counter_ns(), _workers(source)
-            tap.restart_s += (ended - began) * 1e-9
-            if ended - began > LONG_WAIT_NS:
-                recorder.waited_at_rest(began, ended, turnover=workers > 0)
-            recorder.wake()
-            tap.in_pass = False
-            recorder.switch(recorder.activity, PassEnded(tap.loader_id, False, workers))
+        except BaseException as error:
+            self._ended_at_rest(began_ns, time.perf_counter_ns(), source, isinstance(error, StopIteration))
             raise
-        except BaseException:
-            tap.timed_wait_s += self._waited_at_rest(began)  # as in __next__
-            recorder.wake()
-            raise
-        self._waited_at_rest(began)
+        ended_ns = time.perf_counter_ns()
+        tap.wait_s += (ended_ns - began_ns) * 1e-9
+        if ended_ns - began_ns > LONG_WAIT_NS:
+            recorder.waited_at_rest(began_ns, ended_ns)
         recorder.rest.draw(tap.loader_id, self._count(batch) or 0)
         return batch
 
-    def _waited_at_rest(self, began_ns: int) -> float:
-        ended_ns = time.perf_counter_ns()
-        wait_s = (ended_ns - began_ns) * 1e-9
-        self._tap.wait_s += wait_s
+    def _ended_at_rest(self, began_ns: int, ended_ns: int, source: Any, exhausted: bool) -> None:
+        """The pass has ended, or the wait by an exception: then it is the loader's, and cost no CPU time."""
+        tap, recorder = self._tap, self._taps.recorder
+        wait_s, workers = (ended_ns - began_ns) * 1e-9, _workers(source)
         if ended_ns - began_ns > LONG_WAIT_NS:
-            self._taps.recorder.waited_at_rest(began_ns, ended_ns)
-        return wait_s
+            recorder.waited_at_rest(began_ns, ended_ns, turnover=exhausted and workers > 0)
+        recorder.wake()
+        if exhausted:
+            tap.restart_s += wait_s
+            tap.in_pass = False
+            recorder.switch(recorder.activity, PassEnded(tap.loader_id, False, workers))
+        else:
+            tap.wait_s += wait_s
+            tap.timed_wait_s += wait_s
 
     def _note_wait(self, first: bool, wait_s: float, cpu_s: float | None) -> None:
         tap = self._tap
@@ -369,7 +368,8 @@ class PassMeter:
         if samples is not None:
             tap.samples += samples
             tap.counted = True
-        tap.inspect(batch)
+        if tap.batches <= INSPECT_FIRST or tap.batches % INSPECT_EVERY == 0:
+            tap.inspect(batch)
         return samples
 
     def _samples_of(self, batch: Any) -> int | None:

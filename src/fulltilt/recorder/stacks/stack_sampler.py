@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 SAMPLE_EVERY_S = 0.01
 # A short run has few samples to divide its time by: at first they come twice as often.
 EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 400, 0.005
-# Each takes the interpreter lock from the training thread, and 0.1 ms of its time where no CPU is free: fewer do while
-# the recorder rests, and after some twenty seconds, when the usual is known and what is rare has to last to matter.
+# Each takes the interpreter lock from the training thread, and 0.1 ms of its time where no CPU is free: fewer do after
+# some twenty seconds, when the usual is known and what is rare has to last to matter, and while the recorder rests.
 MANY_SAMPLES, LATER_SAMPLE_EVERY_S = 2400, 0.04
+MANY_SAMPLES_AT_REST, LATER_AT_REST_EVERY_S = 800, 0.1
 # A sample is late when it had to wait for the interpreter lock.
 LATE_NS = 300_000
 # What the run has shown so far weighs as much as this many seconds of samples of the present window.
@@ -82,7 +83,9 @@ class StackSampler:
         """How long to wait for the next sample where sampling costs little."""
         if self._taken < EARLY_SAMPLES:
             return EARLY_SAMPLE_EVERY_S
-        return LATER_SAMPLE_EVERY_S if self._taken > MANY_SAMPLES or self._recorder.rest.on else SAMPLE_EVERY_S
+        if self._recorder.rest.on:
+            return LATER_AT_REST_EVERY_S if self._taken > MANY_SAMPLES_AT_REST else LATER_SAMPLE_EVERY_S
+        return LATER_SAMPLE_EVERY_S if self._taken > MANY_SAMPLES else SAMPLE_EVERY_S
 
     def take(self, due_ns: int, every_s: float) -> None:
         """One sample of the training thread's stack, due at ``due_ns``, that stands for ``every_s``."""
