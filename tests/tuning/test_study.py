@@ -138,8 +138,8 @@ def test_trials_that_fail_are_results_and_the_users_files_stay(
 
     end_study(study.record, trials, out, apply=False)
     shown = capsys.readouterr().out
-    for state in ("out of memory", "crashed", "Current", "Solution 1", "Verified"):
-        assert state in shown
+    for word in ("Current", "Solution 1", "Verified"):
+        assert word in shown
     settings = json.loads((out / "settings.json").read_text())
     assert settings["num_workers"] >= 1
     assert "batch_size" not in settings
@@ -340,6 +340,7 @@ def test_report_shows_a_study_again_and_writes_nothing(tmp_path: Path, capsys: p
     trials = [
         Trial(settings=Settings(), state="ok", purpose="start", samples_per_s=100.0, data_wait_share=0.9),
         Trial(settings=workers, state="ok", purpose="search", samples_per_s=300.0, in_force=workers),
+        Trial(settings=Settings(num_workers=4), state="oom", purpose="search", note="CUDA out of memory"),
     ]
     write_json(folder / STUDY_FILE, StudyRecord(("train.py",), str(tmp_path), (), "today"))
     writer = LineWriter(folder / TRIALS_FILE)
@@ -350,6 +351,8 @@ def test_report_shows_a_study_again_and_writes_nothing(tmp_path: Path, capsys: p
         main(["report", str(folder)])
     assert not ended.value.code
     said = " ".join(capsys.readouterr().out.split())
+    assert "trial 1: start: 100 samples/s, waits 90 %, took – trial 2: 3 workers: 300 samples/s, took – (best)" in said
+    assert "trial 3: 4 workers: out of memory (CUDA out of memory)" in said
     assert "Not verified: 3 workers looked faster, but no time was left (--budget) before it was sure." in said
     assert "keep the settings that you have" in said
     assert sorted(folder.iterdir()) == before

@@ -20,6 +20,8 @@ from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.report.console import open_console
 from fulltilt.report.run_view import Reported
+from fulltilt.tuning.solutions import trial_line
+from fulltilt.tuning.space import best_of
 from fulltilt.tuning.study import STUDY_FILE, TRIALS_FILE, StudyRecord
 
 RUNS_FOLDER = Path("fulltilt-runs")
@@ -54,7 +56,10 @@ def report(
     folders = runs or [store.newest_run(RUNS_FOLDER)]
     if len(folders) == 1 and (folders[0] / STUDY_FILE).is_file() and not (json_ or html):
         trials = list(store.read_lines(folders[0] / TRIALS_FILE, Trial))
-        show_study(open_console(), store.read_record(folders[0] / STUDY_FILE, StudyRecord), trials, folders[0])
+        record = store.read_record(folders[0] / STUDY_FILE, StudyRecord)
+        for number, trial in enumerate(trials, start=1):
+            print(clean(trial_line(number, trial, best_of(trials))))
+        show_study(open_console(), record, trials, folders[0])
         return
     shown: list[Reported] = [(run, answer(run)) for run in map(store.load, folders)]
     # The page first: whoever reads the rest may stop reading, as `| head` does.

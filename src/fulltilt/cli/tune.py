@@ -37,11 +37,10 @@ from fulltilt.tuning.solutions import (
     in_words,
     nothing_tried_sentence,
     nothing_worked_sentence,
-    progress_line,
     rate_words,
     show_solutions,
-    show_trials,
     solutions,
+    trial_line,
     verdict_sentence,
     workers_stay_sentence,
 )
@@ -191,7 +190,7 @@ def conduct(
             bar.show(f"fulltilt tune · {what} · {seconds(wall_s)}{so_far} · {attempt.why}")
 
     def tried(trial: Trial) -> None:
-        _say(progress_line(len(study.trials), trial, best_of(study.trials)))
+        _say(trial_line(len(study.trials), trial, best_of(study.trials)))
 
     stopped = False
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
@@ -243,10 +242,7 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
 def show_study(
     console: Console, record: StudyRecord, trials: Sequence[Trial], folder: Path, stopped: bool = False
 ) -> Comparison | None:
-    """Print every trial, the solutions, and what was verified. Returns the winner; raises as `end_study` does."""
-    if trials:
-        show_trials(console, trials)
-        console.print()
+    """Print the solutions, and what was verified. Returns the winner; raises as `end_study` does."""
     found = [trial for trial in trials if is_valid(trial)]
     if not found:
         raise _nothing_measured(trials, folder)

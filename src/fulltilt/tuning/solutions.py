@@ -1,4 +1,4 @@
-"""The table of measured solutions, what was verified, and every trial: which rows, what each risks, in which words."""
+"""The table of measured solutions, what was verified, each trial in a line: which rows, what each risks, in words."""
 
 from __future__ import annotations
 
@@ -177,27 +177,6 @@ def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
             console.print(Text(f"{row.name}: learning rate {scaled.arithmetic}{advice}"))
 
 
-def show_trials(console: Console, trials: Sequence[Trial]) -> None:
-    """Every trial with its state, those that failed too."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("trial", "settings", "state", "samples/s", "waits", "took", ""):
-        table.add_column(name, justify="right" if name in ("trial", "samples/s", "waits", "took") else "left")
-    for number, trial in enumerate(trials, start=1):
-        shown = trial.in_force if is_valid(trial) else None
-        what = "start" if trial.purpose == "start" or trial.settings == Settings() else None
-        mark = " (verifying)" if trial.purpose == "verify" else ""
-        table.add_row(
-            str(number),
-            (what or in_words(trial.settings, shown)) + mark,
-            STATES[trial.state],
-            rate_words(trial) if trial.state in ("ok", "throttled") else figures.NOT_MEASURED,
-            figures.percent(trial.data_wait_share),
-            figures.seconds(trial.wall_s),
-            figures.brief(trial.note or "", 70),
-        )
-    console.print(table)
-
-
 def verdict_sentence(comparison: Comparison | None, unverified: Settings | None = None, stopped: bool = False) -> str:
     """What verification said, in a sentence. ``unverified`` looked faster, but nobody has made sure."""
     why = "the study was stopped" if stopped else "no time was left (--budget)"
@@ -264,14 +243,16 @@ def changing_data_set_sentence(where: str) -> str:
     )
 
 
-def progress_line(number: int, trial: Trial, best: Trial | None) -> str:
+def trial_line(number: int, trial: Trial, best: Trial | None) -> str:
     """A trial that has ended, in a line."""
     shown = trial.in_force if is_valid(trial) else None
     what = "start" if trial.settings == Settings() else in_words(trial.settings, shown)
+    what += " (verifying)" if trial.purpose == "verify" else ""
     if not is_valid(trial):
         return f"trial {number}: {what}: {STATES[trial.state]}{f' ({trial.note})' if trial.note else ''}"
-    lead = " (best so far)" if trial is best else ""
-    return f"trial {number}: {what}: {rate_words(trial)} samples/s{lead}"
+    lead = " (best)" if trial is best else ""
+    waits = f", waits {figures.percent(trial.data_wait_share)}" if trial.data_wait_share is not None else ""
+    return f"trial {number}: {what}: {rate_words(trial)} samples/s{waits}, took {figures.seconds(trial.wall_s)}{lead}"
 
 
 def rate_words(trial: Trial) -> str:

@@ -10,8 +10,6 @@ import ast
 import difflib
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from fulltilt.diagnosis.findings import made_for_each_pass
 from fulltilt.diagnosis.libraries import LIBRARIES, Library, loader_call
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.records import LoaderRecord, Settings
+from fulltilt.store.owned_folder import write_named_file
 from fulltilt.tuning.space import DEFAULT_PREFETCH, LOADER_SETTINGS
 
 DEFAULTS: Mapping[str, object] = {
@@ -153,18 +152,11 @@ def apply_change(change: SourceChange, studied_sha256: str | None) -> None:
     path = change.path.resolve()  # a link stays one
     if not os.access(path, os.W_OK):
         raise MachineError(f"cannot write {path}: it is read-only", "Make it writable, or apply the diff yourself.")
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = Path(file.name)
-            file.write(change.new)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.copymode(path, temporary)
-        temporary.replace(path)
+        mode = path.stat().st_mode
+        write_named_file(path, change.new, signature=change.old[:4096])
+        path.chmod(mode)
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         raise MachineError(f"cannot write {path}: {error.strerror or error}") from error
 
 
