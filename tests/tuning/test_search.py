@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
 from fulltilt.tuning.search import next_attempt
-from fulltilt.tuning.solutions import (
-    busy_machine_sentence,
-    in_words,
-    nothing_tried_sentence,
-    nothing_worked_sentence,
-    rate_words,
-    risk_of,
-    verdict_sentence,
-)
+from fulltilt.tuning.solutions import in_words, rate_words, risk_of, verdict
 from fulltilt.tuning.space import (
     ALLOWABLE,
     Space,
@@ -32,10 +24,11 @@ from fulltilt.tuning.space import (
     start_of,
 )
 from fulltilt.tuning.study import next_step, time_limit_s
-from fulltilt.tuning.verification import Comparison, compare, winner
+from fulltilt.tuning.verification import Comparison, candidate_of, compare, winner
 from tests.tuning.simulated import COD, GIB, Job, study
 
 SIXTEEN = Space(usable_cpus=16)
+STARVED = Trial(Settings(), "ok", 100.0, purpose="start", data_wait_share=0.9)
 
 
 def test_a_job_that_computes_all_the_time_is_left_alone() -> None:
@@ -238,6 +231,14 @@ def test_each_candidate_is_compared_with_trials_of_the_start_right_before_its_ow
     assert (comparison.pairs, comparison.ratio) == (1, pytest.approx(1.0))
 
 
+def test_what_fails_when_it_is_verified_gives_way_to_the_next() -> None:
+    best, next_best = Settings(num_workers=4), Settings(num_workers=3)
+    trials = [STARVED, Trial(best, "ok", 400.0), Trial(next_best, "ok", 300.0)]
+    assert candidate_of(trials) == best
+    assert candidate_of([*trials, Trial(best, "throttled", purpose="verify")]) == best
+    assert candidate_of([*trials, Trial(best, "crashed", purpose="verify")]) == next_best
+
+
 def test_with_little_time_only_the_best_of_several_is_verified() -> None:
     close = Job({0: 60.0, 4: 200.0, 8: 400.0, 9: 396.0, 10: 300.0, 12: 300.0, 32: 200.0}, 900.0, noise=0.02)
     for budget_s in (65.0, 75.0, 85.0, 95.0):
@@ -280,22 +281,18 @@ def test_a_trial_that_is_sure_of_nothing_verifies_nothing(high: float | None) ->
 
 
 def test_a_busy_machine_is_told() -> None:
-    quiet, busy = (Trial(Settings(), "ok", 100.0, others_share=share) for share in (0.01, 0.6))
-    assert busy_machine_sentence([quiet]) is None
-    assert "up to 60 % of the CPUs" in (busy_machine_sentence([quiet, busy]) or "")
+    assert "of the CPUs" not in verdict([replace(STARVED, others_share=0.01)])
+    assert "up to 60 % of the CPUs" in verdict([STARVED, replace(STARVED, others_share=0.6)])
 
 
 def test_a_study_that_tried_nothing_says_why() -> None:
-    starved = Trial(Settings(), "ok", 100.0, purpose="start", data_wait_share=0.9)
-    assert "--budget" in (nothing_tried_sentence([starved]) or "")
-    assert "was stopped" in (nothing_tried_sentence([starved], stopped=True) or "")
-    assert "waits for data 1.0 %" in (nothing_tried_sentence([replace(starved, data_wait_share=0.01)]) or "")
+    assert "--budget" in verdict([STARVED])
+    assert "was stopped" in verdict([STARVED], stopped=True)
+    assert "waits for data 1.0 %" in verdict([replace(STARVED, data_wait_share=0.01)])
+    assert verdict([STARVED], streams=True).startswith("Other numbers of workers were not tried: ")
     failed = Trial(Settings(num_workers=1), "crashed", note="address already in use")
-    assert nothing_tried_sentence([starved, failed]) is None
-    told = nothing_worked_sentence([starved, failed, failed]) or ""
-    assert "all 2 trials of others failed (crashed: address already in use)" in told
-    assert nothing_worked_sentence([starved]) is None
-    assert nothing_worked_sentence([starved, failed, replace(starved, purpose="search")]) is None
+    assert "all 2 trials of others failed (crashed: address already in use)" in verdict([STARVED, failed, failed])
+    assert verdict([STARVED, failed, replace(STARVED, purpose="search")]).startswith("Nothing was found to be faster")
 
 
 def test_the_settings_of_a_loader_change_nothing_else() -> None:
@@ -326,9 +323,11 @@ def test_what_is_allowed_is_checked() -> None:
 
 
 def test_a_study_that_was_stopped_does_not_say_that_its_time_was_over() -> None:
-    unsure = Comparison(Settings(num_workers=4), 1.2, 0.9, 1.5, pairs=1)
-    for words in ({"comparison": None, "unverified": Settings(num_workers=4)}, {"comparison": unsure}):
-        assert "time" in verdict_sentence(**words)
-        told = verdict_sentence(**words, stopped=True)
+    faster = Settings(num_workers=4)
+    found = [STARVED, Trial(faster, "ok", 130.0)]
+    one_pair = [Trial(settings, "ok", 100.0, 90.0, 120.0, purpose="verify") for settings in (Settings(), faster)]
+    for trials in (found, [*found, *one_pair]):
+        assert "no time was left" in verdict(trials)
+        told = verdict(trials, stopped=True)
         assert "was stopped" in told
         assert "time" not in told

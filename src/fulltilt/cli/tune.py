@@ -31,18 +31,14 @@ from fulltilt.report.console import open_console
 from fulltilt.store import SETTINGS_FILE, OwnedFolder
 from fulltilt.tuning.learning_rate import looks_deeply_supervised
 from fulltilt.tuning.solutions import (
-    busy_machine_sentence,
     by_hand,
     changing_data_set_sentence,
     in_words,
-    nothing_tried_sentence,
-    nothing_worked_sentence,
     rate_words,
     show_solutions,
     solutions,
     trial_line,
-    verdict_sentence,
-    workers_stay_sentence,
+    verdict,
 )
 from fulltilt.tuning.source_edit import WriteYourself, apply_change, propose
 from fulltilt.tuning.space import (
@@ -58,7 +54,7 @@ from fulltilt.tuning.space import (
 )
 from fulltilt.tuning.study import Study, StudyRecord, next_step
 from fulltilt.tuning.trial.isolation import Isolation, choose
-from fulltilt.tuning.verification import Comparison, candidates, compare, winner
+from fulltilt.tuning.verification import Comparison, winner
 
 # Flags that no training script is likely to have; behind the script they are given to it.
 OWN_FLAGS = ("--budget", "--allow", "--apply", "--trial-limit", "--in-place")
@@ -258,16 +254,7 @@ def show_study(
         for line in by_hand(in_parts.settings):
             console.print(Text(line))
     won = winner(trials)
-    tested = [comparison for candidate in candidates(trials) if (comparison := compare(trials, candidate))]
-    looked_faster = next(iter(candidates(trials)), None)
-    best = won or (tested[0] if tested else None)
-    nothing_else = nothing_tried_sentence(trials, stopped) or nothing_worked_sentence(trials)
-    verdict = nothing_else or verdict_sentence(best, looked_faster, stopped)
-    if streams_alone(record.loader) and (sentence := workers_stay_sentence(trials)) is not None:
-        verdict = sentence if nothing_tried_sentence(trials) else f"{verdict} {sentence}"
-    if won is None and (busy := busy_machine_sentence(trials)) is not None:
-        verdict = f"{verdict} {busy}"
-    console.print(Text(verdict))
+    console.print(Text(verdict(trials, streams_alone(record.loader), stopped)))
     if record.data_set_changes is not None and record.loader is not None:
         file = (record.loader.where or "").rpartition(":")[0]
         console.print(Text(changing_data_set_sentence(f"{file}:{record.data_set_changes}")))

@@ -16,10 +16,14 @@ from fulltilt.records import Settings, Trial
 from fulltilt.report import run_view
 from fulltilt.tuning.learning_rate import Scaled, scale
 from fulltilt.tuning.space import DEFAULT_PREFETCH, WAITS, best_of, is_loader_only, is_valid, knee_of, rate, start_of
-from fulltilt.tuning.verification import Comparison
+from fulltilt.tuning.verification import Comparison, candidate_of, verified
 
 FULL_VRAM = 0.9
 UNVERIFIED = "Only what is verified is recommended and written: keep the settings that you have."
+WORKERS_STAY = (
+    "Other numbers of workers were not tried: each of them would give every sample of an IterableDataset, unless "
+    "that splits the work by torch.utils.data.get_worker_info(). Where it does, set num_workers=2 and tune again."
+)
 MOST_SOLUTIONS = 3
 STATES = {
     "ok": "ok",
@@ -177,62 +181,43 @@ def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
             console.print(Text(f"{row.name}: learning rate {scaled.arithmetic}{advice}"))
 
 
-def verdict_sentence(comparison: Comparison | None, unverified: Settings | None = None, stopped: bool = False) -> str:
-    """What verification said, in a sentence. ``unverified`` looked faster, but nobody has made sure."""
+def verdict(trials: Sequence[Trial], streams: bool = False, stopped: bool = False) -> str:
+    """What a study found, in one to three sentences. ``streams``: workers stay; ``stopped``: by the user."""
+    start, comparison = start_of(trials), verified(trials)
+    waits = (start.data_wait_share or 0.0) if start is not None else 0.0
+    searched = [trial for trial in trials if trial.purpose == "search"]
+    sentences = [_of_verification(comparison, candidate_of(trials), stopped)]
+    if start is not None and not searched:
+        why = "the study was stopped" if stopped else "the time was over; give it more with --budget"
+        if waits < WAITS:
+            why = f"training waits for data {figures.percent(waits)} of its time; the loader stays"
+        sentences = [] if streams and waits >= WAITS else [f"Nothing else was tried: {why}."]
+    elif searched and not any(map(is_valid, searched)):
+        last, failed = searched[-1], figures.count("trial", len(searched))
+        why = f"{STATES[last.state]}{f': {last.note}' if last.note else ''}"
+        sentences = [f"No other settings could be measured: all {failed} of others failed ({why})."]
+    if streams and waits >= WAITS:
+        sentences.append(WORKERS_STAY)
+    busy = max((trial.others_share or 0.0 for trial in trials), default=0.0)
+    if busy >= LIMITS.others_share and (comparison is None or not comparison.wins):
+        sentences.append(
+            f"Other processes had up to {figures.percent(busy)} of the CPUs: tune again when they are free."
+        )
+    return " ".join(sentences)
+
+
+def _of_verification(comparison: Comparison | None, candidate: Settings | None, stopped: bool) -> str:
     why = "the study was stopped" if stopped else "no time was left (--budget)"
-    if comparison is None and unverified is not None:
-        return f"Not verified: {in_words(unverified)} looked faster, but {why} before it was sure. {UNVERIFIED}"
-    if comparison is None:
+    if candidate is None:
         return f"Nothing was found to be faster{f': {why}' if stopped else ''}: keep the settings that you have."
+    if comparison is None:
+        return f"Not verified: {in_words(candidate)} looked faster, but {why} before it was sure. {UNVERIFIED}"
     pairs = "a pair" if comparison.pairs == 1 else f"{comparison.pairs} pairs"
     spread = f"{comparison.low:.2f} to {comparison.high:.2f}, 95 %, {pairs} measured in turns"
     if comparison.wins:
-        return f"Verified: {in_words(comparison.candidate)}: {comparison.ratio:.2f} × as fast ({spread})."
+        return f"Verified: {in_words(candidate)}: {comparison.ratio:.2f} × as fast ({spread})."
     unsure = "" if comparison.decided else f"; {why} before it was sure"
-    what = f"{in_words(comparison.candidate)}: {comparison.ratio:.2f} × ({spread})"
-    return f"Not verified: {what}{unsure}. {UNVERIFIED}"
-
-
-def nothing_tried_sentence(trials: Sequence[Trial], stopped: bool = False) -> str | None:
-    """Why no other settings were tried; None when some were."""
-    start = start_of(trials)
-    if start is None or any(trial.purpose == "search" for trial in trials):
-        return None
-    waits = start.data_wait_share or 0.0
-    why = "the study was stopped" if stopped else "the time was over; give it more with --budget"
-    if waits < WAITS:
-        why = f"training waits for data {figures.percent(waits)} of its time; the loader stays"
-    return f"Nothing else was tried: {why}."
-
-
-def nothing_worked_sentence(trials: Sequence[Trial]) -> str | None:
-    """That all other settings failed, and the last reason; None when some were measured, or none were tried."""
-    searched = [trial for trial in trials if trial.purpose == "search"]
-    if not searched or any(is_valid(trial) for trial in searched):
-        return None
-    last = searched[-1]
-    why = f"{STATES[last.state]}{f': {last.note}' if last.note else ''}"
-    failed = figures.count("trial", len(searched))
-    return f"No other settings could be measured: all {failed} of others failed ({why})."
-
-
-def busy_machine_sentence(trials: Sequence[Trial]) -> str | None:
-    """That other processes had a large part of the CPUs; None where they had not."""
-    most = max((trial.others_share or 0.0 for trial in trials), default=0.0)
-    if most < LIMITS.others_share:
-        return None
-    return f"Other processes had up to {figures.percent(most)} of the CPUs: tune again when they are free."
-
-
-def workers_stay_sentence(trials: Sequence[Trial]) -> str | None:
-    """Why a stream that waits for data got no workers; None where it does not wait."""
-    start = start_of(trials)
-    if start is None or (start.data_wait_share or 0.0) < WAITS:
-        return None
-    return (
-        "Other numbers of workers were not tried: each of them would give every sample of an IterableDataset, unless "
-        "that splits the work by torch.utils.data.get_worker_info(). Where it does, set num_workers=2 and tune again."
-    )
+    return f"Not verified: {in_words(candidate)}: {comparison.ratio:.2f} × ({spread}){unsure}. {UNVERIFIED}"
 
 
 def changing_data_set_sentence(where: str) -> str:

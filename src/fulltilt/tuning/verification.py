@@ -20,8 +20,8 @@ FAR_AHEAD = 2.0
 MOST_PAIRS = 4
 # Two pairs that differ by more say little: one trial among them was an exception, and nobody knows which.
 LIKE_PAIRS = 1.5
-# After so many candidates that did not win, the start is as good as any.
-MOST_CANDIDATES = 2
+# Trials that were throttled or failed make no pair: there is an end to them too.
+MOST_TRIALS = 4 * MOST_PAIRS
 # The relative error of a trial that ended after a single block, whose interval has no end.
 OF_ONE_BLOCK = 0.5
 # A relative error above this says nothing more.
@@ -82,17 +82,19 @@ def _log_variance(trial: Trial) -> float:
     return min(abs(high - low) / (2 * Z_95) / mean, WIDEST) ** 2
 
 
-def candidates(trials: Sequence[Trial]) -> list[Settings]:
-    """What is worth verifying, the fastest first."""
+def candidate_of(trials: Sequence[Trial]) -> Settings | None:
+    """What is worth verifying: the fastest of the search that has not failed since; None where nothing is."""
     start, knee = start_of(trials), knee_of(trials)
     if start is None:
-        return []
+        return None
     least = WORTH * rate(start)
     faster = [trial for trial in trials if trial.purpose == "search" and is_valid(trial) and rate(trial) >= least]
     largest = math.inf if knee is None else knee.settings.batch_size or math.inf
     useful = [t for t in faster if (t.settings.batch_size or 0) <= largest]
-    ordered = sorted((t for t in useful if not _only_queues_longer(t, useful)), key=rate, reverse=True)
-    return [trial.settings for trial in ordered][:MOST_CANDIDATES]
+    broken = {t.settings for t in trials if t.purpose == "verify" and t.state not in ("ok", "throttled")}
+    sound = (t for t in useful if t.settings not in broken and not _only_queues_longer(t, useful))
+    best = max(sound, key=rate, default=None)
+    return None if best is None else best.settings
 
 
 def _only_queues_longer(trial: Trial, others: Sequence[Trial]) -> bool:
@@ -103,37 +105,33 @@ def _only_queues_longer(trial: Trial, others: Sequence[Trial]) -> bool:
 
 def pairs_to_keep(trials: Sequence[Trial]) -> int:
     """How many pairs of trials must still find time when the search ends: one where the best is far ahead."""
-    start, found = start_of(trials), candidates(trials)
-    if start is None or not found:
+    start, found = start_of(trials), candidate_of(trials)
+    if start is None or found is None:
         return 0
-    best = max(rate(trial) for trial in trials if trial.settings == found[0] and is_valid(trial))
+    best = max(rate(trial) for trial in trials if trial.settings == found and is_valid(trial))
     return 1 if best >= FAR_AHEAD * rate(start) else LEAST_PAIRS
 
 
 def next_verification(trials: Sequence[Trial]) -> Attempt | None:
     """The next trial that verifies: start and candidate in turns, until it is decided; None when it is."""
     verifying = [trial for trial in trials if trial.purpose == "verify"]
-    if len(verifying) >= 2 * MOST_CANDIDATES * MOST_PAIRS:
+    candidate, comparison = candidate_of(trials), verified(trials)
+    if candidate is None or (comparison is not None and comparison.decided) or len(verifying) >= MOST_TRIALS:
         return None
-    # What worked once and then did not is not to be recommended.
-    broken = {trial.settings for trial in verifying if trial.state not in ("ok", "throttled")}
-    for candidate in candidates(trials):
-        found = compare(trials, candidate)
-        if candidate in broken:
-            continue
-        if found is None or not found.decided:
-            follows_start = bool(verifying) and _is_start(verifying[-1])
-            return Attempt(candidate if follows_start else Settings(), "verify", "the winner and the start in turns")
-        if found.wins:
-            return None
-    return None
+    follows_start = bool(verifying) and _is_start(verifying[-1])
+    return Attempt(candidate if follows_start else Settings(), "verify", "the winner and the start in turns")
+
+
+def verified(trials: Sequence[Trial]) -> Comparison | None:
+    """The candidate against the start, whatever came of it; None where there is none or no pair was made."""
+    candidate = candidate_of(trials)
+    return None if candidate is None else compare(trials, candidate)
 
 
 def winner(trials: Sequence[Trial]) -> Comparison | None:
-    """The candidate that was verified to be faster than the start, the fastest of several; None when none was."""
-    compared = [compare(trials, candidate) for candidate in candidates(trials)]
-    won = [comparison for comparison in compared if comparison is not None and comparison.wins]
-    return max(won, key=lambda comparison: comparison.ratio, default=None)
+    """The candidate, if it was verified to be faster than the start."""
+    comparison = verified(trials)
+    return comparison if comparison is not None and comparison.wins else None
 
 
 # --------------------------------------------------------------------------- losses of two trials compared
