@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from fulltilt.recorder.session import Session
-from fulltilt.records import Settings
+from fulltilt.records import LoaderRecord, Settings
 from fulltilt.tuning.trial.apply_settings import AppliedSettings
-from fulltilt.tuning.trial.throughput import TrainingLoader
+from tests.diagnosis import examples
 
 DATA = TensorDataset(torch.arange(64.0).reshape(32, 2))
 
@@ -29,7 +29,7 @@ def install(tmp_path: Path) -> Iterator[Install]:
     session = Session(torch, tmp_path, time.perf_counter_ns())
     session.begin_here()
 
-    def put_in_force(settings: Settings, loader: TrainingLoader | None = None) -> AppliedSettings:
+    def put_in_force(settings: Settings, loader: LoaderRecord | None = None) -> AppliedSettings:
         changes = AppliedSettings(settings, loader)
         changes.install(torch, session.taps)
         return changes
@@ -49,8 +49,9 @@ def test_only_the_training_loader_is_changed(install: Install) -> None:
 
 
 def test_a_loader_is_known_by_its_line_and_its_length(install: Install) -> None:
-    line = test_a_loader_is_known_by_its_line_and_its_length.__code__.co_firstlineno + 4
-    install(Settings(num_workers=2), TrainingLoader(f"tests/tuning/test_apply_settings.py:{line}", 32))
+    line = test_a_loader_is_known_by_its_line_and_its_length.__code__.co_firstlineno + 5
+    studied = examples.loader(where=f"tests/tuning/test_apply_settings.py:{line}", dataset_len=32)
+    install(Settings(num_workers=2), studied)
     # Not shuffled, made in one loop: only the length tells them apart.
     made = [DataLoader(data, 4) for data in (DATA, TensorDataset(torch.zeros(5)))]
     assert [loader.num_workers for loader in made] == [2, 0]

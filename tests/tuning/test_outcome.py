@@ -12,12 +12,12 @@ from fulltilt.testing import FakeClock, throttled_gpu
 from fulltilt.tuning.space import Attempt
 from fulltilt.tuning.trial.outcome import conclude, last_exception
 from fulltilt.tuning.trial.run_trial import Ended
-from fulltilt.tuning.trial.throughput import Answer, Block, TrainingLoader
+from fulltilt.tuning.trial.throughput import Answer, Block
 from tests.diagnosis import examples
 
 ATTEMPT = Attempt(Settings(num_workers=8), "search")
 LOSSES = tuple(2.0 - 0.01 * step for step in range(40))
-ANSWER = Answer(tuple([Block(64, 0.25, 0.1)] * 8), steps=80, losses=LOSSES, world_size=1, complete=True)
+ANSWER = Answer(tuple([Block(64, 0.25, 0.1)] * 8), steps=80, losses=LOSSES, complete=True)
 DONE = Ended(0, None, 9.0, "epoch 1\n")
 START = Trial(Settings(), "ok", 100.0, purpose="start", losses=LOSSES)
 
@@ -55,7 +55,7 @@ HINT = "tip: on CUDA out of memory errors lower --batch\nTraceback (most recent 
         (Ended(0, None, 3.0, ""), None, "not_measured", "the script ended without a step of an optimizer"),
         (
             DONE,
-            Answer((), 7, (), world_size=1, complete=False),
+            Answer((), 7, (), complete=False),
             "not_measured",
             "the script ended after 7 steps: too few",
         ),
@@ -84,7 +84,7 @@ def test_a_loss_that_the_start_did_not_come_to_speaks_against_no_loader() -> Non
 
 
 def test_a_script_without_a_loader_has_nothing_to_tune() -> None:
-    answer = Answer((), 900, (), world_size=1, complete=True)
+    answer = Answer((), 900, (), complete=True)
     trial = conclude(ATTEMPT, DONE, answer, examples.run_of(examples.rank(loaders=())), None)
     assert trial.state == "not_measured"
     assert trial.note == "the script trained 900 steps without a batch of a DataLoader: there is no loader to tune"
@@ -113,7 +113,7 @@ def test_a_script_stopped_before_it_trained_did_not_crash() -> None:
 
 
 def test_the_figures_of_a_trial() -> None:
-    trial = conclude(ATTEMPT, DONE, replace(ANSWER, world_size=2), examples.run_of(examples.rank()), START)
+    trial = conclude(ATTEMPT, DONE, ANSWER, examples.run_of(examples.rank(world_size=2)), START)
     assert trial.samples_per_s == pytest.approx(2 * 256.0)
     assert trial.data_wait_share == pytest.approx(0.4)
     assert (trial.wall_s, trial.purpose) == (9.0, "search")
@@ -154,7 +154,7 @@ def test_settings_are_those_of_the_loader_that_is_studied() -> None:
         loader_id=1, where="train.py:4", dataset_len=2000, num_workers=0, batch_size=4, wait_s=50.0
     )
     run = examples.run_of(examples.rank(loaders=(studied, beside)))
-    trial = conclude(ATTEMPT, DONE, ANSWER, run, START, TrainingLoader("train.py:3", 4000))
+    trial = conclude(ATTEMPT, DONE, ANSWER, run, START, studied)
     assert (trial.in_force.num_workers, trial.in_force.batch_size) == (8, 16)
     unknown = conclude(ATTEMPT, DONE, ANSWER, run, START, None)
     assert unknown.in_force.num_workers == 0, "before it is known which one is studied: the one that is waited for"

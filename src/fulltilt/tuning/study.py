@@ -28,7 +28,7 @@ from fulltilt.tuning.space import Attempt, Space, best_of, changes_data_set, is_
 from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
 from fulltilt.tuning.trial.outcome import conclude
 from fulltilt.tuning.trial.run_trial import SCRATCH, recipe_flags, run_trial
-from fulltilt.tuning.trial.throughput import ANSWER_FILE, Answer, Assignment, Patience, TrainingLoader
+from fulltilt.tuning.trial.throughput import ANSWER_FILE, Answer, Assignment, Patience
 from fulltilt.tuning.verification import next_verification, pairs_to_keep
 
 KIND = "study"
@@ -165,13 +165,13 @@ class Study:
         is_recipe = self._arguments[:2] == ["fulltilt", "train"]
         # Flags put a recipe's settings in force; its --out is deleted with the trial.
         flags = [*recipe_flags(attempt.settings), "--fresh", "--out", SCRATCH] if is_recipe else []
-        loader, patience = self.record.loader, self._patience
+        patience = self._patience
         if attempt.purpose == "search" and (best := best_of(self.trials)) is not None:
             patience = replace(patience, to_beat=OUT_OF_THE_RACE * rate(best))
         assignment = Assignment(
             settings=Settings() if is_recipe else attempt.settings,
             folder=str(folder),
-            loader=None if loader is None else TrainingLoader(loader.where, loader.dataset_len),
+            loader=self.record.loader,
             patience=patience,
         )
         record = RunRecord(
@@ -194,7 +194,7 @@ class Study:
             print(f"fulltilt: {error}", file=sys.stderr)
         trial = conclude(attempt, ended, answer, run, start_of(self.trials), assignment.loader)
         if attempt.purpose == "start" and run is not None and run.ranks:
-            self.record = learned(self.record, run, answer, self._arguments)
+            self.record = learned(self.record, run, self._arguments)
             store.write_json(self.folder.path / STUDY_FILE, self.record)
         return replace(trial, folder=name)
 
@@ -225,7 +225,7 @@ def time_limit_s(trials: Sequence[Trial], left_s: float, asked_s: float | None) 
 # --------------------------------------------------------------------------- what the first trial told
 
 
-def learned(record: StudyRecord, run: Run, answer: Answer, arguments: Sequence[str]) -> StudyRecord:
+def learned(record: StudyRecord, run: Run, arguments: Sequence[str]) -> StudyRecord:
     """The record with what the first trial tells about the job: its loader and its optimizer."""
     evidence = gather(run)
     source = _source_of(evidence.loader, arguments)
@@ -240,7 +240,7 @@ def learned(record: StudyRecord, run: Run, answer: Answer, arguments: Sequence[s
         script_sha256=fingerprint(_script(arguments)),
         data_set_changes=changes_data_set(text),
         optimizer=next(iter(evidence.rank.optimizers), None),
-        learning_rate=answer.learning_rate,
+        learning_rate=evidence.rank.learning_rate,
     )
 
 

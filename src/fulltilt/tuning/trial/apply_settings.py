@@ -7,23 +7,20 @@ parts are measured with an optimizer step each, which costs a little more and ne
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.hooks.dataloader import override_fastai
 from fulltilt.recorder.loaders import LoaderTaps, call_sites
 from fulltilt.recorder.loaders.settings_file import LoaderOverride, looks_like_training
-from fulltilt.records import Settings
-from fulltilt.tuning.trial.throughput import TrainingLoader
+from fulltilt.records import LoaderRecord, Settings
 
 
 class AppliedSettings(LoaderOverride):
     """Puts a trial's settings in force as the script constructs what they concern."""
 
-    def __init__(self, settings: Settings, loader: TrainingLoader | None) -> None:
+    def __init__(self, settings: Settings, loader: LoaderRecord | None) -> None:
         super().__init__(settings)
         self._loader = loader
         self.remarks: list[str] = []
@@ -63,12 +60,6 @@ class AppliedSettings(LoaderOverride):
         else:
             changed["batch_size"] = batch_size
         return changed
-
-
-def around(home: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put what ``make`` makes of an attribute in its place."""
-    original = getattr(home, name)
-    setattr(home, name, functools.wraps(original)(make(original)))
 
 
 def _length(dataset: Any) -> int | None:

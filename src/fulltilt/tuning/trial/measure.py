@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt import store
+from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.recorder.session import Session
 from fulltilt.recorder.steps import BACKWARDS_WITHOUT_OPTIMIZER
-from fulltilt.tuning.trial.apply_settings import AppliedSettings, around
+from fulltilt.tuning.trial.apply_settings import AppliedSettings
 from fulltilt.tuning.trial.throughput import (
     ANSWER_FILE,
     ASSIGNMENT,
@@ -68,7 +69,6 @@ class Measuring:
         self._pid = os.getpid()
         self._optimizer: int | None = None
         self._cuda = False
-        self._learning_rate: float | None = None
         self._steps = self._backwards = 0
         self._timer = BlockTimer(assignment.patience.block_s, self._timed)
         self._sources: dict[int, weakref.ref[Any]] = {}
@@ -119,8 +119,8 @@ class Measuring:
 
             return kept
 
-        around(torch.amp.grad_scaler.GradScaler, "scale", scaling)
-        around(torch.autograd, "backward", keeping)
+        Patches().swap(torch.amp.grad_scaler.GradScaler, "scale", scaling)
+        Patches().swap(torch.autograd, "backward", keeping)
 
     # ------------------------------------------------------------------ steps
 
@@ -138,7 +138,6 @@ class Measuring:
             return
         if self._optimizer is None:
             self._optimizer = id(optimizer)
-            self._learning_rate = _learning_rate(optimizer)
             self._cuda = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
             self._saves.install()  # what was imported since
         if id(optimizer) == self._optimizer:
@@ -232,8 +231,6 @@ class Measuring:
             steps=self._steps,
             losses=losses,
             not_finite_at=len(losses) if len(losses) < len(self._losses) else None,
-            learning_rate=self._learning_rate,
-            world_size=self._session.state.world_size,
             complete=complete,
             out_of_memory=int(statistics.get("num_ooms", 0)),
             remarks=tuple(dict.fromkeys(self._applied.remarks)),
@@ -243,13 +240,6 @@ class Measuring:
 
 def _workers(tap: LoaderTap) -> int:
     return int(tap.described.get("num_workers") or 0)
-
-
-def _learning_rate(optimizer: Any) -> float | None:
-    try:
-        return float(optimizer.defaults.get("lr", optimizer.param_groups[0].get("lr")))
-    except (TypeError, ValueError, IndexError):
-        return None
 
 
 # --------------------------------------------------------------------------- checkpoints
@@ -273,10 +263,10 @@ class Saves:
                 for part in outer:
                     home = getattr(home, part, None)
                 if hasattr(home, last):
-                    around(home, last, functools.partial(self._saving, keyword))
+                    Patches().swap(home, last, functools.partial(self._saving, keyword))
         if self._scratch is not None and "torch.load" not in self._installed:
             self._installed.add("torch.load")
-            around(sys.modules["torch"], "load", self._loading)
+            Patches().swap(sys.modules["torch"], "load", self._loading)
 
     def _in_scratch(self, path: Any) -> str:
         return f"{self._scratch}{Path(path).absolute()}"

@@ -8,10 +8,10 @@ from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence, gather
 from fulltilt.diagnosis.libraries import beside_training, loader_call
-from fulltilt.records import LoaderRecord, RankRecord, Run, Settings, Trial
+from fulltilt.records import LoaderRecord, Run, Settings, Trial
 from fulltilt.tuning.space import LOADER_SETTINGS, Attempt, is_loader_only
 from fulltilt.tuning.trial.run_trial import Ended
-from fulltilt.tuning.trial.throughput import Answer, TrainingLoader, rate_of, wait_share_of
+from fulltilt.tuning.trial.throughput import Answer, rate_of, wait_share_of
 from fulltilt.tuning.verification import worse_by
 
 State = Literal["ok", "oom", "crashed", "timed_out", "not_measured", "diverged", "throttled"]
@@ -36,7 +36,7 @@ def conclude(
     answer: Answer,
     run: Run | None,
     start: Trial | None,
-    studied: TrainingLoader | None = None,
+    studied: LoaderRecord | None = None,
 ) -> Trial:
     """The record of a trial. ``run`` is its run folder as read, ``start`` the trial of the settings as they are.
 
@@ -44,7 +44,7 @@ def conclude(
     """
     evidence = gather(run) if run is not None else None
     state, note = _state(attempt, ended, answer, evidence, start)
-    rate = rate_of(answer.blocks)
+    rate, ranks = rate_of(answer.blocks), run.ranks[0].world_size if run is not None and run.ranks else 1
     forced = in_force(evidence, attempt.settings, studied)
     if state == "ok" and (lacking := _not_in_force(evidence, attempt.settings.num_workers, studied)):
         state, note = "not_measured", lacking
@@ -55,9 +55,9 @@ def conclude(
     return Trial(
         settings=attempt.settings,
         state=state,
-        samples_per_s=rate.mean * answer.world_size if rate else None,
-        samples_per_s_low=rate.low * answer.world_size if rate else None,
-        samples_per_s_high=rate.high * answer.world_size if rate else None,
+        samples_per_s=rate.mean * ranks if rate else None,
+        samples_per_s_low=rate.low * ranks if rate else None,
+        samples_per_s_high=rate.high * ranks if rate else None,
         vram_peak_bytes=max(vram, default=None),
         ram_peak_bytes=max((host.tree_pss_bytes for host in samples if host.tree_pss_bytes), default=None),
         note=note,
@@ -73,11 +73,11 @@ def conclude(
     )
 
 
-def in_force(evidence: Evidence | None, asked: Settings, studied: TrainingLoader | None = None) -> Settings:
+def in_force(evidence: Evidence | None, asked: Settings, studied: LoaderRecord | None = None) -> Settings:
     """What the job ran with, as seen; what cannot be seen is as asked for."""
     if evidence is None or not evidence.run.ranks:
         return asked
-    loader, precision = _loader_of(evidence, evidence.rank, studied), evidence.rank.precision
+    loader, precision = _loader_of(evidence, studied), evidence.rank.precision
     spans = [span for spans in evidence.run.spans for span in spans if span.steps]
     batches, steps = sum(span.batches for span in spans), sum(span.steps for span in spans)
     of_loader = {name: getattr(loader, name, None) for name in (*LOADER_SETTINGS, "batch_size")}
@@ -90,18 +90,21 @@ def in_force(evidence: Evidence | None, asked: Settings, studied: TrainingLoader
     )
 
 
-def _not_in_force(evidence: Evidence | None, workers: int | None, studied: TrainingLoader | None) -> str | None:
+def _not_in_force(evidence: Evidence | None, workers: int | None, studied: LoaderRecord | None) -> str | None:
     """Why a trial of workers says nothing: a library has made its loader without them all the same."""
-    loader = _loader_of(evidence, evidence.rank, studied) if evidence is not None else None
+    loader = _loader_of(evidence, studied) if evidence is not None else None
     if not workers or loader is None or loader.num_workers:
         return None
     call = loader_call(loader.made_by or "", {"num_workers": workers})
     return f"{loader.made_by} did not take the workers from outside; try them yourself: {call}" if call else None
 
 
-def _loader_of(evidence: Evidence, rank: RankRecord, studied: TrainingLoader | None) -> LoaderRecord | None:
+def _loader_of(evidence: Evidence, studied: LoaderRecord | None) -> LoaderRecord | None:
     """The loader that is studied: once it is faster, training may wait for another one more."""
-    same = (each for each in rank.loaders if studied == TrainingLoader(each.where, each.dataset_len) and each.batches)
+    if studied is None:
+        return evidence.loader
+    key = studied.where, studied.dataset_len
+    same = (each for each in evidence.rank.loaders if (each.where, each.dataset_len) == key and each.batches)
     return next(same, evidence.loader)
 
 

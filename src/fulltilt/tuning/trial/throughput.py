@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fulltilt.records import Settings
+from fulltilt.records import LoaderRecord, Settings
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom; beyond them the normal distribution's will do.
 _T_95 = (
@@ -57,24 +57,17 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingLoader:
-    """Which loader feeds the training, as the first trial saw it: by the user's line and the data set's length."""
-
-    where: str | None
-    dataset_len: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Assignment:
     """The settings to put in force, on which loader, and when to stop; ``folder`` takes the records.
 
+    ``loader`` is the one that feeds the training, as the first trial saw it: known by its line and its data's length.
     ``scratch`` is where saves are pointed to where nothing else may be written.
     """
 
     settings: Settings
     folder: str
     scratch: str | None = None
-    loader: TrainingLoader | None = None
+    loader: LoaderRecord | None = None
     patience: Patience = field(default_factory=Patience)
 
 
@@ -83,16 +76,13 @@ class Answer:
     """What a trial measured. ``complete``: it stopped because it knew enough, not because the script ended.
 
     ``losses`` go up to the first that is not finite, which is that of step ``not_finite_at``.
-    ``learning_rate`` is the one that the optimizer was made with: a schedule may have begun below it.
     """
 
     blocks: tuple[Block, ...] = ()
     steps: int = 0
     losses: tuple[float, ...] = ()
-    world_size: int = 1
     complete: bool = False
     not_finite_at: int | None = None
-    learning_rate: float | None = None
     out_of_memory: int = 0
     remarks: tuple[str, ...] = ()
 
