@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.records import LiveMove, LiveRecord, Settings
-from fulltilt.tuning.live.batch_check import Pickled, file_positions, kept_generators
+from fulltilt.tuning.live.batch_check import Pickled, file_positions, kept_generators, reason_against
 from fulltilt.tuning.live.controller import pays
 from fulltilt.tuning.live.limits import Limits
 from fulltilt.tuning.live.measurement import Arrival, Seen, summarize, with_figures, with_outcome
-from fulltilt.tuning.live.untunable import reason_against
 from fulltilt.tuning.live.worker_pool import copy_of, knobs_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch
 from fulltilt.errors import FulltiltError
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.records import LiveMove, LiveRecord, Settings
-from fulltilt.tuning.live.batch_check import BatchCheck, short
+from fulltilt.tuning.live.batch_check import BatchCheck, reason_against, reason_of_sampler, short
 from fulltilt.tuning.live.controller import Capacity, Settle, best_of, decide, pays
 from fulltilt.tuning.live.measurement import (
     LOOK_EVERY_S,
@@ -35,7 +35,6 @@ from fulltilt.tuning.live.measurement import (
 )
 from fulltilt.tuning.live.ranks import Report
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
-from fulltilt.tuning.live.untunable import reason_against, reason_of_sampler
 from fulltilt.tuning.live.worker_pool import (
     IndexQueue,
     WorkerPool,
