@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fulltilt.cli.tune import named_in_full, refuse_unmeasured
-from fulltilt.errors import UsageError
+from fulltilt.cli.tune import named_in_full
 
 
 def test_a_recipe_may_be_named_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,17 +36,3 @@ def test_what_a_recipe_refuses_is_told_and_its_folder_has_its_name(tmp_path: Pat
     assert ended.returncode == 2
     assert "No such option: --nonsense" in ended.stderr.splitlines()[-2]
     assert [path.name[16:] for path in (tmp_path / "fulltilt-runs").iterdir()] == ["tune-cod"]
-
-
-@pytest.mark.parametrize("flags", [["-I"], ["-E"], ["-u", "-S"], ["-OE"]])
-def test_a_python_that_shuts_out_what_measures_is_refused(flags: list[str]) -> None:
-    with pytest.raises(UsageError, match=f"python {flags[-1]}"):
-        refuse_unmeasured(["/usr/bin/python3.11", *flags, "train.py"])
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["python", "train.py", "-I"], ["python", "-u", "-m", "E.S"], ["python", "-XEIS", "t.py"], ["bash", "-E", "t.sh"]],
-)
-def test_other_flags_are_left_alone(command: list[str]) -> None:
-    refuse_unmeasured(command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import shlex
@@ -109,7 +108,6 @@ def tune(
     arguments = named_in_full(arguments)
     # A recipe is of this Fulltilt, wherever the user's PATH leads.
     resolved = job_command(["-m", *arguments] if _is_recipe(arguments) else arguments)
-    refuse_unmeasured(resolved)
     budget_s = seconds_of("--budget", budget)
     trial_limit_s = None if trial_limit is None else seconds_of("--trial-limit", trial_limit)
     allowed = parse_allow(allow)
@@ -130,18 +128,6 @@ def named_in_full(arguments: list[str]) -> list[str]:
     name = Path(arguments[0])
     is_script = name.is_file() or (name / "__main__.py").exists()
     return ["fulltilt", "train", *arguments] if arguments[0] in RECIPES and not is_script else arguments
-
-
-def refuse_unmeasured(command: list[str]) -> None:
-    """Raises UsageError for an interpreter that shuts out what measures a trial."""
-    if not Path(command[0]).name.startswith("python"):
-        return
-    for flag in itertools.takewhile(lambda word: word.startswith("-") and word not in ("-m", "-c"), command[1:]):
-        if not flag.startswith("--") and set(flag[1:].partition("X")[0].partition("W")[0]) & set("IES"):
-            raise UsageError(
-                f"a script that runs with python {flag} cannot be measured",
-                "Tune it without that flag: it shuts out what Fulltilt puts around a script.",
-            )
 
 
 def seconds_of(flag: str, text: str) -> float:
