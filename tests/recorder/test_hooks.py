@@ -183,3 +183,17 @@ def test_a_closure_is_the_users_code_and_the_optimizers_own_work_is_not(tmp_path
         assert session.state.optimizer_calls == 3
     finally:
         session.finish()
+
+
+def test_the_learning_rate_is_that_from_before_a_warm_up(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    try:
+        optimizer = torch.optim.AdamW([{"params": [weight], "lr": 0.1}])
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 100)
+        weight.sum().backward()
+        optimizer.step()
+        assert (optimizer.param_groups[0]["lr"], session.state.learning_rate) == (0.001, 0.1)
+    finally:
+        session.finish()

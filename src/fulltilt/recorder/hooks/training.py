@@ -327,8 +327,8 @@ class StepHooks:
         self._state.optimizers[id(optimizer)] = type(optimizer).__name__
         self._known.append(weakref.ref(optimizer))
         groups = optimizer.param_groups
-        if self._state.learning_rate is None:  # as the optimizer was made: a schedule may have begun below that
-            self._state.learning_rate = _number(getattr(optimizer, "defaults", {}).get("lr"))
+        if self._state.learning_rate is None and groups:  # as the optimizer was made: a schedule may begin below that
+            self._state.learning_rate = _number(groups[0].get("initial_lr", groups[0].get("lr")))
         self._state.fused_optimizer = bool(groups[0]["fused"]) if groups and "fused" in groups[0] else None
         parameters = [parameter for group in groups for parameter in group["params"]]
         self._trained.update(id(parameter) for parameter in parameters)
