@@ -12,7 +12,7 @@ then the middle of a gap, wherever a proportional rise from the number below cou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fulltilt.records import Settings, Trial
@@ -73,17 +73,15 @@ def _workers(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | N
     best = max(valid, key=rate)
     if len(seen) > MOST_WORKER_TRIALS or (best is not start and (best.data_wait_share or 0.0) < WAITS):
         return None
-    rates = {count: rate(trial) if is_valid(trial) else 0.0 for trial in seen if (count := _workers_of(trial))}
     most = _most_workers(seen, space)
+    # The start alone would tell too little of what training can take: without pinned memory its copies take the
+    # training's time, not the loader's.
+    ceiling = max(rate(trial) / max(1 - (trial.data_wait_share or 0.0), 1e-9) for trial in valid) or math.inf
+    tried = ((_workers_of(trial), rate(trial) if is_valid(trial) else 0.0) for trial in seen)
+    bracket = Bracket.of(tried, most, ceiling, wait)
     workers: int | None = min(space.expected_workers, most)
-    if len(seen) > 1 or workers in rates:
-        # A start without workers tells what one should give: the training thread's own fetching.
-        without_any = 0.0 if start.in_force.num_workers else rate(start)
-        one = without_any / wait if without_any else None
-        # The start alone would tell too little of what training can take: without pinned memory its copies take the
-        # training's time, not the loader's.
-        ceiling = max(rate(trial) / max(1 - (trial.data_wait_share or 0.0), 1e-9) for trial in valid) or math.inf
-        workers = Bracket(rates, most, one, ceiling, without_any).next_count() if rates else None
+    if len(seen) > 1 or workers in bracket.rates:
+        workers = bracket.next_count() if bracket.rates else None
     if workers is None:
         return None
     settings = Settings(
@@ -149,6 +147,19 @@ class Bracket:
     SAME = 0.97
     # What fewer workers than were ever tried may give, where nothing is known below them.
     BLIND = 1.25
+
+    @classmethod
+    def of(cls, tried: Iterable[tuple[int, float]], most: int, ceiling: float, wait_share: float) -> Bracket:
+        """From workers and their rates, 0 where it failed. A start without any workers waited for ``wait_share``.
+
+        It tells what one should give, the training thread's own fetching. Of each number the best counts: with a
+        deeper queue it may have been slower, and would make other numbers promising.
+        """
+        rates: dict[int, float] = {}
+        for workers, reached in tried:
+            rates[workers] = max(reached, rates.get(workers, 0.0))
+        without_any = rates.pop(0, 0.0)
+        return cls(rates, most, without_any / max(wait_share, 1e-9) if without_any else None, ceiling, without_any)
 
     def next_count(self) -> int | None:
         """The number of workers that should be tried next; None when none promises more."""

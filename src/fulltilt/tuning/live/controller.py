@@ -37,7 +37,8 @@ def decide(
     most, what = most_workers(capacity, best.knobs.prefetch, limits)
     # Batches a second that training could take if it never waited.
     ceiling = 1 / max(min(one.busy_s for one in seen), 1e-9)
-    bracket = _bracket(seen, failed, most, ceiling)
+    tried = [*((one.knobs.workers, one.batches_per_s) for one in seen), *((knobs.workers, 0.0) for knobs in failed)]
+    bracket = Bracket.of(tried, most, ceiling, seen[0].wait_share)
     workers = _next_workers(seen[0], len(seen) + len(failed), bracket, limits)
     if workers is not None:
         return Knobs(workers, best.knobs.prefetch, best.knobs.pin or capacity.can_pin)
@@ -60,18 +61,6 @@ def pays(before: Seen, after: Seen, limits: Limits = DEFAULT) -> bool:
     """Whether a change is worth keeping: clearly faster, or as fast with fewer workers."""
     fewer = 0 < after.knobs.workers < before.knobs.workers
     return after.batches_per_s > before.batches_per_s * (1.0 if fewer else 1 + limits.paid_share)
-
-
-def _bracket(seen: tuple[Seen, ...], failed: tuple[Knobs, ...], most: int, ceiling: float) -> Bracket:
-    start = seen[0]
-    # What one worker should give: the training thread's own fetching.
-    one = start.batches_per_s / max(start.wait_share, 1e-9) if start.knobs.workers == 0 else None
-    # The best of each number: a deeper queue may have been slower, and its rate would make other numbers promising.
-    by_rate = sorted(seen, key=lambda one: one.batches_per_s)
-    rates = {one.knobs.workers: one.batches_per_s for one in by_rate}
-    without_any = rates.pop(0, 0.0)
-    rates.update({knobs.workers: 0.0 for knobs in failed if knobs.workers not in rates})
-    return Bracket(rates, most, one, ceiling, without_any)
 
 
 def _next_workers(start: Seen, tried: int, bracket: Bracket, limits: Limits) -> int | None:
