@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -61,6 +62,10 @@ class FailsInWorkers(Squares):
         return super().__getitem__(index)
 
 
+# Of a worker that dies while it hands over a batch, torch tells either.
+WHY = {"dies": "exited unexpectedly|Connection reset", "raises": "only here", "hangs": "timed out"}
+
+
 @pytest.mark.parametrize("how", ["dies", "raises", "hangs"])
 @pytest.mark.slow
 def test_a_data_set_that_fails_in_a_worker_is_left_alone(how: str, tmp_path: Path) -> None:
@@ -68,7 +73,7 @@ def test_a_data_set_that_fails_in_a_worker_is_left_alone(how: str, tmp_path: Pat
         loader = one.trains(DataLoader(FailsInWorkers(how, 0), batch_size=2))
         assert drawn_from(loader) == plain()
         assert (one.record.state, one.record.moves) == ("left_alone", ())
-        assert {"dies": "exited unexpectedly", "raises": "only here", "hangs": "timed out"}[how] in one.record.why
+        assert re.search(WHY[how], one.record.why)
         assert drawn_from(loader) == plain()
 
 
@@ -79,7 +84,7 @@ def test_a_pool_that_fails_leaves_the_old_one_running(how: str, tmp_path: Path) 
         assert drawn_from(loader) == plain()
         (move,) = one.record.moves
         assert move.outcome == "failed"
-        assert {"dies": "exited unexpectedly", "raises": "only here", "hangs": "timed out"}[how] in str(move.why)
+        assert re.search(WHY[how], str(move.why))
         assert one.record.settings.num_workers == 0
         assert one.record.state == ("left_alone" if how == "raises" else "settled")
         assert drawn_from(loader) == plain()
