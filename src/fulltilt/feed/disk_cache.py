@@ -3,6 +3,7 @@
     <cache>/<key>.partial    while it is being written; the ranks of a job write it together
     <cache>/<key>            complete; renamed, so that it exists fully or not at all
 
+A cache for one run loses its name as soon as it is made: the system frees it with the process, however that ends.
 A file holds a header (JSON, what it is and what it was made for), one checksum for each row (0 means not there), and
 the packed rows. What a killed job leaves unfinished is deleted, not taken up again.
 
@@ -22,13 +23,11 @@ import hashlib
 import json
 import mmap
 import os
-import secrets
 import shutil
 import stat
 import tempfile
 import time
 import warnings
-import weakref
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,13 +195,9 @@ def _is_locked(fd: int) -> bool:
 
 
 class DiskStore(HostStore):
-    """Rows of one data set in a mapped file. Raises OSError where there is none, CacheFull when the disk is full.
+    """Rows of one data set in a mapped file. Raises OSError where there is none, CacheFull when the disk is full."""
 
-    ``keep``: the next run may find it; else it is deleted when it is closed.
-    """
-
-    def __init__(self, owned: OwnedFolder, name: str, samples: int, row_bytes: int, *, keep: bool) -> None:
-        self.keep = keep
+    def __init__(self, owned: OwnedFolder, name: str, samples: int, row_bytes: int) -> None:
         self.complete = not name.endswith(PARTIAL)
         self._owned, self._name, self._row_bytes = owned, name, row_bytes
         # A complete cache is only read, and may lie where this user cannot write.
@@ -218,9 +213,6 @@ class DiskStore(HostStore):
             raise
         self._marks = mapped[HEADER_BYTES : HEADER_BYTES + samples * 4].view(torch.int32)
         super().__init__(mapped[self._rows_at :].view(samples, row_bytes), self._marks)
-        if not keep:
-            # Also when the job ends without closing it.
-            weakref.finalize(self, _remove_as, os.getpid(), owned, name)
 
     @property
     def path(self) -> Path:
@@ -248,8 +240,7 @@ class DiskStore(HostStore):
             return self.complete
         try:
             os.fsync(self._fd)
-            if self.keep:
-                self._make_permanent()
+            self._make_permanent()
         except (OSError, FulltiltError) as error:
             why = error.what if isinstance(error, FulltiltError) else error.strerror
             raise CacheFull(f"{self._owned.path} cannot be written ({why})") from error
@@ -273,16 +264,13 @@ class DiskStore(HostStore):
         return None
 
     def close(self) -> None:
-        """Close the file; a cache that is for this run only is deleted."""
+        """Close the file."""
         super().close()
         with contextlib.suppress(OSError):
             os.close(self._fd)
-        if not self.keep:
-            self._owned.remove(self._name)
 
     def delete_file(self) -> bool:
         """Delete the cache at once; rows that are there can be read until it is closed. False when it is not ours."""
-        self.keep = False
         return self._owned.remove(self._name)
 
 
@@ -301,7 +289,7 @@ def open_cache(
     """
     owned = _claim(cache_dir)
     named = repr((FORMAT, label, layout.describe(), samples)).encode("utf-8", "surrogateescape")
-    name = hashlib.blake2b(named, digest_size=16).hexdigest() if keep else f"run-{os.getpid()}-{secrets.token_hex(4)}"
+    name = hashlib.blake2b(named, digest_size=16).hexdigest() if keep else f"run-{os.urandom(8).hex()}"
     try:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(PermissionError):  # where nothing may be written, nobody makes a cache
@@ -316,7 +304,9 @@ def open_cache(
                         f"{owned.path}; `fulltilt cache clear` makes room"
                     )
                 _create(owned, name + PARTIAL, label, layout, samples)
-                store = DiskStore(owned, name + PARTIAL, samples, layout.row_bytes, keep=keep)
+                store = DiskStore(owned, name + PARTIAL, samples, layout.row_bytes)
+                if not keep:
+                    store.delete_file()
             return store, how
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -334,7 +324,7 @@ def _find(owned: OwnedFolder, final: str, layout: Layout, samples: int) -> tuple
         path, entry = owned.path / name, _read_entry(owned.path / name)
         if entry and entry.samples == samples and (entry.complete or (entry.in_use and owned.owns(name))):
             with contextlib.suppress(OSError, ValueError):
-                store = DiskStore(owned, name, samples, layout.row_bytes, keep=True)
+                store = DiskStore(owned, name, samples, layout.row_bytes)
                 if not entry.complete:
                     return store, "shared with other processes"
                 if (damaged := store.first_damaged()) is None:
@@ -376,11 +366,6 @@ def _mapped(fd: int, size: int) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return torch.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_READ), dtype=torch.uint8)
-
-
-def _remove_as(pid: int, owned: OwnedFolder, name: str) -> None:
-    if os.getpid() == pid:  # a forked child drops its copy of the store; the files are its parent's
-        owned.remove(name)
 
 
 def _mark(data: memoryview) -> int:

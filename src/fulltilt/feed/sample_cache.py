@@ -18,7 +18,7 @@ import torch
 
 from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.feed.dataset_check import DECLARE, Inspection
-from fulltilt.feed.dataset_objects import Attributes, Generators, attributes, changed_attribute
+from fulltilt.feed.dataset_objects import Attributes, attributes, changed_attribute
 from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, open_cache
 from fulltilt.feed.epoch_order import sample_of, spread
 from fulltilt.feed.sample_reader import BadSamples, Failure, SampleReader
@@ -384,27 +384,18 @@ class SampleCache:
                 self._drop(f"sample {sample} is not what the data set returns now; what was kept is no longer served")
 
     def _first_changed(self, store: Store, indices: Iterable[int]) -> int | None:
-        kept = [index for index in indices if bool(store.has(torch.tensor([index])).all())]
-        if not kept:
+        """The first of these samples, where it is kept, that the data set gives otherwise now, or not at all."""
+        wanted = torch.tensor(list(indices))
+        kept = wanted[store.has(wanted)]
+        if not len(kept):
             return None
-        fresh = in_child_process(lambda: self._fetched(kept), self.workers, self.dataset)
-        pairs = zip(kept, fresh, strict=True)
-        return next((index for index, row in pairs if row is None or not torch.equal(row, store.row(index))), None)
-
-    def _fetched(self, indices: list[int]) -> list[torch.Tensor | None]:
-        """These samples as rows, fetched now; None for one that is not to be had any more."""
-        rows: list[torch.Tensor | None] = []
-        generators = Generators(self.dataset)
-        with generators.untouched():
-            for index in indices:
-                generators.seed(index + 1)
-                row = torch.zeros(self.layout.row_bytes, dtype=torch.uint8)
-                try:
-                    self.layout.pack(self.dataset[index], row)
-                    rows.append(row)
-                except Exception:
-                    rows.append(None)
-        return rows
+        # From other seeds: what is random would be another one.
+        reader = SampleReader(self.dataset, self.layout, seeded=True, checked=False, seed=~self.reader.seed)
+        rows = shared_bytes(len(kept) * self.layout.row_bytes).view(len(kept), -1)
+        failures = in_child_process(lambda: reader.read(kept, rows, 0), self.workers, self.dataset)
+        failed = {failure.index for failure in failures}
+        fresh = zip(kept.tolist(), rows, strict=True)
+        return next((i for i, row in fresh if i in failed or not torch.equal(row, store.row(i))), None)
 
     def _on_full(self, full: CacheFull) -> None:
         """The store ran out of room; see ``_on_failure``."""
