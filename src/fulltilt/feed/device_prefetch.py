@@ -24,7 +24,7 @@ from fulltilt import cuda_capture
 from fulltilt.feed.epoch_order import sample_of
 from fulltilt.feed.sample_cache import HostRows, SampleCache
 from fulltilt.feed.sample_layout import Layout
-from fulltilt.feed.sample_store import DeviceStore, pin, shared_bytes
+from fulltilt.feed.sample_store import Store, pin, shared_bytes
 
 DEPTH = 3
 # What an epoch left out of a device store is read before the next one begins, if it is no more than so many batches.
@@ -152,7 +152,7 @@ class DeviceBatches:
 
     def batches(self, supply: SampleCache, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
         """The leaves of each batch, from wherever its samples are."""
-        if isinstance(supply.store, DeviceStore):
+        if supply.store is not None and supply.store.on_device:
             lacking = supply.lacking(batches)
             # What drop_last, or a tier chosen in mid-epoch, left out of the passes before is read first: a batch from
             # the device alone needs no thread that assembles it, and with one a host that can hardly keep up with its
@@ -162,7 +162,7 @@ class DeviceBatches:
                 for _ in self._from_source(supply, list(torch.split(lacking, supply.batch_size)), epoch):
                     pass
                 lacking = supply.lacking(batches)
-            if isinstance(supply.store, DeviceStore) and not len(lacking):
+            if supply.store is not None and not len(lacking):
                 return self._resident(supply.store, [supply.bad.without_bad(batch) for batch in batches])
         return self._from_source(supply, batches, epoch)
 
@@ -170,15 +170,15 @@ class DeviceBatches:
         """Give the buffers back."""
         self._ring = None
 
-    def _resident(self, store: DeviceStore, batches: list[torch.Tensor]) -> Iterator[Leaves]:
-        """Batches of a complete device store: one upload of indices for the epoch, then one gather a tensor."""
+    def _resident(self, store: Store, batches: list[torch.Tensor]) -> Iterator[Leaves]:
+        """Batches of a complete device store: one upload of indices for the epoch, then one gather a batch."""
         if batches:
             draws, sizes = torch.cat(batches), [len(batch) for batch in batches]
             samples = sample_of(draws)
             indices = torch.split(samples.to(self._device), sizes)
             numbers = indices if torch.equal(samples, draws) else torch.split(draws.to(self._device), sizes)
             for picked, drawn in zip(indices, numbers, strict=True):
-                yield store.gather(picked), drawn
+                yield [leaf.contiguous() for leaf in self._layout.split(store.gather(picked))], drawn
 
     def _from_source(self, supply: SampleCache, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
         # Forked here, on the main thread, and not in the feeding thread.
@@ -218,7 +218,6 @@ class DeviceBatches:
         """The leaves of a batch as tensors of the caller's own; rows that a device store lacks go into it first."""
         if batch.store is not None:
             if len(samples):
-                batch.store.write(samples, rows)
-                batch.store.present[batch.samples] = True
-            return batch.store.gather(sample_of(draws))
+                batch.store.write(batch.samples, rows, samples)
+            rows = batch.store.gather(sample_of(draws))
         return [leaf.clone(memory_format=torch.contiguous_format) for leaf in self._layout.split(rows)]

@@ -37,7 +37,7 @@ import torch
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.feed.epoch_order import spread
 from fulltilt.feed.sample_layout import Layout
-from fulltilt.feed.sample_store import HostStore
+from fulltilt.feed.sample_store import Store
 from fulltilt.figures import size as in_words
 from fulltilt.store.owned_folder import MARKER, OwnedFolder, is_private, kind_of
 
@@ -194,7 +194,7 @@ def _is_locked(fd: int) -> bool:
 # --------------------------------------------------------------------------- one cache
 
 
-class DiskStore(HostStore):
+class DiskStore(Store):
     """Rows of one data set in a mapped file. Raises OSError where there is none, CacheFull when the disk is full."""
 
     def __init__(self, owned: OwnedFolder, name: str, samples: int, row_bytes: int) -> None:
@@ -223,7 +223,7 @@ class DiskStore(HostStore):
         """Which of ``indices`` are there, those written by other ranks included."""
         return self._marks[indices] != 0
 
-    def write(self, indices: torch.Tensor, rows: torch.Tensor) -> None:
+    def write(self, indices: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None = None) -> None:  # noqa: ARG002
         """Write rows, then their checksums. Raises CacheFull."""
         try:
             for position, index in enumerate(indices.tolist()):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -22,7 +23,7 @@ from fulltilt.feed.dataset_objects import Attributes, attributes, changed_attrib
 from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, open_cache
 from fulltilt.feed.epoch_order import sample_of, spread
 from fulltilt.feed.sample_reader import BadSamples, Failure, SampleReader
-from fulltilt.feed.sample_store import DeviceStore, HostStore, pin, shared_bytes
+from fulltilt.feed.sample_store import Store, pin, shared_bytes
 from fulltilt.feed.tiers import Choice, Residency, Room, Tier, choose_tier, measure_room
 from fulltilt.feed.worker_pool import WorkerPool, in_child_process
 
@@ -39,8 +40,6 @@ SLOT_BYTES = 2 * 1024**3
 # Rows at least this long are copied to the device one by one from pinned memory: a copy call then costs less than
 # moving the row to a buffer first.
 DIRECT_ROW_BYTES = 64 * 1024
-
-Store = DeviceStore | HostStore
 
 log = logging.getLogger("fulltilt.feed")
 
@@ -70,7 +69,7 @@ class HostRows:
     draws: torch.Tensor
     rows: torch.Tensor
     samples: torch.Tensor
-    store: DeviceStore | None = None
+    store: Store | None = None
     scattered: bool = False
 
 
@@ -285,7 +284,7 @@ class SampleCache:
             read, rows = read[good], rows[good]
         # A batch that was asked for before there was a store goes into the one that has come since.
         store = store or self.store
-        if isinstance(store, HostStore):
+        if store is not None and not store.on_device:
             return self._gathered(store, self.bad.without_bad(asked), sample_of(read), rows, buffer)
         out = buffer()[: len(rows)]
         out.copy_(rows)
@@ -294,7 +293,7 @@ class SampleCache:
 
     def _gathered(
         self,
-        store: HostStore,
+        store: Store,
         draws: torch.Tensor,
         read: torch.Tensor,
         rows: torch.Tensor,
@@ -339,12 +338,13 @@ class SampleCache:
         return store
 
     def _make(self, tier: Tier) -> tuple[Store | None, str]:
+        shape = self.samples, self.layout.row_bytes
+        present = torch.zeros(self.samples, dtype=torch.bool)
         if tier == "vram":
-            return DeviceStore(self.layout, self.samples, self.device), ""
+            return Store(torch.empty(shape, dtype=torch.uint8, device=self.device), present, on_device=True), ""
         if tier in ("ram", "pinned"):
-            rows = shared_bytes(self.samples * self.layout.row_bytes).view(self.samples, self.layout.row_bytes)
-            store = HostStore(rows, torch.zeros(self.samples, dtype=torch.bool))
-            store.pinned = tier == "pinned" and pin(rows, self.device, store)
+            store = Store(shared_bytes(math.prod(shape)).view(shape), present)
+            store.pinned = tier == "pinned" and pin(store.rows, self.device, store)
             return store, ""
         if tier == "disk":
             named = self._cache_key is not None
