@@ -185,5 +185,5 @@ def test_none_for_a_bad_sample_is_skipped_wherever_it_stands(none, workers):
 
 def test_shapes_of_which_no_kind_prevails_are_told_under_skip_too():
     ragged = Drawn(lambda index: torch.zeros(index + 1), samples=20)
-    with pytest.raises(ShapesDiffer, match="samples differ in shape"):
+    with pytest.raises(ShapesDiffer, match="differs from the first sample"):
         feed.loader(ragged, 5, num_workers=0, on_bad_sample="skip")

@@ -1,4 +1,4 @@
-"""A file that the data set has open before there are workers is read in one process: forked ones share its position."""
+"""A file that the data set has open before there are workers is refused: forked workers would share its position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fulltilt import feed
-from fulltilt.feed.dataset_objects import shared_handle
+from fulltilt.errors import UsageError
 
 SAMPLES, NUMBERS = 400, 64
 
@@ -69,9 +69,11 @@ def file(tmp_path, numbers):
 @pytest.mark.parametrize("workers", [None, 2])
 def test_workers_do_not_share_an_open_file(file, numbers, workers):
     dataset = Opened(file)
-    with feed.loader(dataset, batch_size=16, num_workers=workers) as loader:
-        assert loader.workers == 0
-        assert any("holds an open BufferedReader of" in note and "numbers.bin" in note for note in loader.notes)
+    with pytest.raises(
+        UsageError, match=r"holds an open BufferedReader of .*numbers\.bin that \d+ workers would share"
+    ):
+        feed.loader(dataset, batch_size=16, num_workers=workers)
+    with feed.loader(dataset, batch_size=16, num_workers=0) as loader:
         for _ in range(2):
             assert torch.equal(torch.cat(list(loader)), numbers)
     dataset.file.close()
@@ -82,12 +84,11 @@ def test_nor_an_archive_that_was_read_from_before(tmp_path, numbers):
         for index, row in enumerate(numbers):
             archive.writestr(str(index), row.numpy().tobytes())
     dataset = Archived(tmp_path / "numbers.zip")
-    assert shared_handle(dataset) is None
-    dataset[0]
     with feed.loader(dataset, batch_size=16, num_workers=2) as loader:
-        assert loader.workers == 0
-        assert any("holds an open ZipFile" in note for note in loader.notes)
         assert torch.equal(torch.cat(list(loader)), numbers)
+    dataset[0]
+    with pytest.raises(UsageError, match="holds an open ZipFile of"):
+        feed.loader(dataset, batch_size=16, num_workers=2)
     dataset.archive.close()
 
 

@@ -394,7 +394,7 @@ def test_workers_and_memory_that_the_system_refuses_are_told(monkeypatch):
 
 
 def test_samples_of_different_shapes_are_named():
-    with pytest.raises(DataError, match=r"sample 0 is .*\[3, 4\].*sample \d+ is .*\[3, 5\]"):
+    with pytest.raises(DataError, match=r"sample \d+ differs from the first sample: .*\[3, 5\] instead of .*\[3, 4\]"):
         feed.loader(Drawn(lambda i: torch.zeros(3, 4 if i < 10 else 5), 20), 4)
     odd = Drawn(lambda i: torch.zeros(3, 5 if i == 7 else 4), 20)
     with feed.loader(odd, 4, num_workers=0, checks=2) as loader, pytest.raises(DataError, match=r"sample 7 differs"):
@@ -426,11 +426,8 @@ def test_mistakes_are_told_in_a_sentence():
     ("given", "told"),
     [
         ({"seed": "a"}, "seed is 'a'"),
-        ({"cache_dir": 5}, "cache_dir is 5"),
-        ({"reserve_bytes": "10G"}, "number of bytes"),
         ({"collate_fn": torch.stack}, "has no collate_fn"),
         ({"sampler": 5}, "cannot be asked"),
-        ({"checks": "all"}, "checks is 'all'"),
         ({"rank": "0", "world_size": 2}, "rank '0'"),
         ({"batch_size": True}, "batch_size is True"),
     ],

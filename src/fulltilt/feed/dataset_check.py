@@ -19,7 +19,7 @@ from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.dataset_objects import Generators
 from fulltilt.feed.epoch_order import spread
 from fulltilt.feed.sample_layout import Layout, ShapeChanged, Unstorable, layout_of, same_sample
-from fulltilt.feed.sample_reader import TO_ONE_SHAPE, Failure, Policy, ShapesDiffer, failure_of, name_of, stopped_by
+from fulltilt.feed.sample_reader import Failure, Policy, failure_of, name_of, stopped_by
 from fulltilt.feed.worker_pool import in_child_process
 
 _SEEDS = (0x5EED0001, 0x0DDBA11, 0x1CEB00DA)
@@ -59,7 +59,12 @@ def _inspect(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspect
         except Unstorable as error:
             _check_collates(first, str(error))
             return Inspection(None, unstorable_because=str(error))
-        _check_shapes(dataset, drawn, layout)
+        row = torch.zeros(layout.row_bytes, dtype=torch.uint8)
+        for index, sample in drawn.items():
+            try:
+                layout.pack(sample, row)
+            except (ShapeChanged, Unstorable) as error:
+                raise stopped_by(Failure(index, "shape", str(error), name_of(dataset, index))) from None
         if getattr(dataset, "deterministic", False) is True or type(dataset) is torch.utils.data.TensorDataset:
             return Inspection(layout, declared=True)
         return Inspection(layout, random_because=_random_because(dataset, drawn))
@@ -133,22 +138,3 @@ def _of_one_layout(drawn: dict[int, Any]) -> dict[int, Any]:
             alike[layout_of(sample).describe()].append(index)
     most = max(alike.values(), key=len, default=[])
     return {index: drawn[index] for index in most} if 2 * len(most) > len(drawn) else drawn
-
-
-def _check_shapes(dataset: Any, drawn: dict[int, Any], layout: Layout) -> None:
-    first = next(iter(drawn))
-    row = torch.zeros(layout.row_bytes, dtype=torch.uint8)
-    for index, sample in drawn.items():
-        try:
-            layout.pack(sample, row)
-            continue
-        except ShapeChanged:
-            found = layout_of(sample).describe()
-        except Unstorable as error:
-            found = str(error)
-        name = name_of(dataset, index)
-        raise ShapesDiffer(
-            f"samples differ in shape: sample {first} is {layout.describe()}, "
-            f"sample {index}{f' ({name})' if name else ''} is {found}",
-            TO_ONE_SHAPE,
-        )

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fulltilt.errors import UsageError
+
 # Libraries whose open handles must not be shared: readers in two processes would share a position or a lock.
 _HANDLES_OF = frozenset({"h5py", "lmdb", "sqlite3", "tables", "netCDF4", "tarfile", "zipfile", "socket"})
 # What these libraries give out that is only data.
@@ -69,20 +71,24 @@ def _inside(item: Any) -> list[Any]:
 # --------------------------------------------------------------------------- open files
 
 
-def shared_handle(dataset: Any) -> str | None:
-    """The open file of ``dataset`` that its workers would share, in words; None where there is none.
+def refuse_shared_handle(dataset: Any, workers: int) -> None:
+    """Raises UsageError where ``dataset`` holds an open file that its workers would share.
 
     Forked workers share its position. What they read through it is now and then somebody else's sample, and no error.
     """
-    parts = list(_reached(dataset))
+    parts = list(_reached(dataset)) if workers else []
     handle = next((item for item in parts if _is_open_handle(item)), None)
     if handle is None or any(_knows_its_process(item) for item in parts):
-        return None
+        return
     # A data set in an HDF5 file has the name of its key; its file has that of the file.
     opened = handle if hasattr(handle, "filename") or not hasattr(handle, "file") else handle.file
     name = getattr(opened, "filename", None) or getattr(opened, "name", None)
     key = "" if opened is handle else f", key {handle.name}"
-    return f"{type(handle).__name__}{f' of {name}{key}' if isinstance(name, str) else ''}"
+    held = f"{type(handle).__name__}{f' of {name}{key}' if isinstance(name, str) else ''}"
+    raise UsageError(
+        f"the data set {type(dataset).__name__} holds an open {held} that {workers} workers would share",
+        "Open it in __getitem__, once in each process, or have no workers.",
+    )
 
 
 def _knows_its_process(item: Any) -> bool:

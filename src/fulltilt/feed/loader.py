@@ -10,7 +10,6 @@ not fixed-shape tensors  refused: torch's DataLoader serves them
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.dataset_check import inspect, length_of
-from fulltilt.feed.dataset_objects import shared_handle
+from fulltilt.feed.dataset_objects import refuse_shared_handle
 from fulltilt.feed.device_prefetch import DeviceBatches
 from fulltilt.feed.epoch_order import (
     BatchOrder,
@@ -46,34 +45,6 @@ DECIDED_HERE = frozenset(
         *("timeout", "multiprocessing_context", "in_order"),
     }
 )
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and value >= 0
-
-
-def _or_none(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or right(value)
-
-
-# What the arguments of ``loader`` have to be, and in words.
-_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "on_bad_sample": (lambda value: value in ("stop", "skip"), "'stop' or 'skip'"),
-    "max_bad_share": (lambda value: _number(value) and value <= 1, "from 0 to 1"),
-    "num_workers": (_or_none(_count), "a whole number of at least 0"),
-    "checks": (_count, "a number of samples"),
-    "reserve_bytes": (_or_none(_number), "a number of bytes"),
-    "decode": (_or_none(callable), "a function of what the data set returns"),
-    "cache_key": (
-        _or_none(lambda value: isinstance(value, str) and value != ""),
-        "a text that names the data, as 'train-v3'",
-    ),
-    "cache_dir": (_or_none(lambda value: isinstance(value, str | os.PathLike)), "a folder"),
-}
 
 
 def loader(
@@ -108,15 +79,20 @@ def loader(
     model (default: known after three steps). What else a DataLoader takes about workers and pinning may stay in the
     call. Raises UsageError, DataError, DoesNotFit.
     """
-    given = dict(locals())
     if unknown := sorted(of_a_dataloader.keys() - DECIDED_HERE):
         raise UsageError(
             f"feed.loader has no {', '.join(unknown)}",
             "Random numbers follow from seed=..., batches from sampler=...; keep the DataLoader for a collate_fn.",
         )
-    for name, (right, expected) in _ARGUMENTS.items():
-        if not right(given[name]):
-            raise UsageError(f"{name} is {given[name]!r}; it must be {expected}")
+    for name, given, right, expected in (
+        ("on_bad_sample", on_bad_sample, on_bad_sample in ("stop", "skip"), "'stop' or 'skip'"),
+        ("max_bad_share", max_bad_share, 0 <= max_bad_share <= 1, "from 0 to 1"),
+        ("num_workers", num_workers, num_workers is None or num_workers >= 0, "at least 0"),
+        ("decode", decode, decode is None or callable(decode), "a function of what the data set returns"),
+        ("cache_key", cache_key, cache_key != "", "a text that names the data, as 'train-v3'"),
+    ):
+        if not right:
+            raise UsageError(f"{name} is {given!r}; it must be {expected}")
     if num_workers and multiprocessing.current_process().daemon:
         raise UsageError(
             f"num_workers is {num_workers}, and this process is a daemon, which may start none", "Use num_workers=0."
@@ -125,8 +101,7 @@ def loader(
     if decode is not None:
         dataset = Decoded(dataset, decode)
     workers = default_workers() if num_workers is None else num_workers
-    if held := shared_handle(dataset) if workers else None:
-        shared_by, workers = workers, 0
+    refuse_shared_handle(dataset, workers)
     try:
         found = inspect(dataset, checks=checks, policy=on_bad_sample, workers=workers)
     except DataError as error:
@@ -135,7 +110,7 @@ def loader(
     if found.layout is None:
         raise UsageError(
             f"the samples are not tensors of one shape: {found.unstorable_because}",
-            "Return tensors, arrays, images and numbers alone, or keep the DataLoader.",
+            "Return tensors, arrays and numbers alone, or keep the DataLoader.",
         )
     order = Order(len(dataset), batch_size, shuffle, seed, drop_last, *ranks(rank, world_size), sampler)
     cache = SampleCache(
@@ -151,13 +126,7 @@ def loader(
         cache_dir=cache_dir,
         cache_key=cache_key,
     )
-    made = FeedLoader(order, cache, as_augmentation(augment))
-    if held:
-        made.notes.warn(
-            f"read in this process alone: the data set holds an open {held}, which {shared_by} workers would share; "
-            "open it in the first __getitem__ for workers"
-        )
-    return made
+    return FeedLoader(order, cache, as_augmentation(augment))
 
 
 class FeedLoader(PositionedLoader):

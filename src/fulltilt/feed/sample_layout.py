@@ -1,4 +1,4 @@
-"""What one sample is made of: nested tuples and dicts of tensors, arrays, images and numbers, packed into a row.
+"""What one sample is made of: nested tuples and dicts of tensors, arrays and numbers, packed into a row.
 
 Every store and every buffer of the feed holds such rows. All rows of a data set have the same layout, so that a batch
 is assembled by one gather and its tensors are cut out of it without touching a sample.
@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-
-_IMAGE_MODES = {"RGB": 3, "L": 1, "RGBA": 4}
 
 
 class Unstorable(Exception):  # noqa: N818 - a verdict about a sample, caught by the loader
@@ -41,7 +39,7 @@ class Leaf:
 
 
 def as_tensor(value: Any, path: str) -> torch.Tensor:
-    """A leaf as default_collate would turn it into a tensor; a PIL image becomes uint8 [channels, height, width]."""
+    """A leaf as default_collate would turn it into a tensor."""
     if isinstance(value, torch.Tensor):
         kind = "quantized" if value.is_quantized else "meta" if value.is_meta else value.layout
         if kind is not torch.strided:
@@ -53,13 +51,7 @@ def as_tensor(value: Any, path: str) -> torch.Tensor:
         if not -(2**63) <= value < 2**63:
             raise Unstorable(f"{path or 'the sample'} is {value}, which does not fit into 64 bits")
         return torch.tensor(value)
-    images, numpy = sys.modules.get("PIL.Image"), sys.modules.get("numpy")  # not imported for the question
-    if images is not None and isinstance(value, images.Image):
-        if value.mode not in _IMAGE_MODES:
-            raise Unstorable(f"{path or 'the sample'} is an image of mode {value.mode}; convert it to RGB or L")
-        flat = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
-        width, height = value.size
-        return flat.view(height, width, _IMAGE_MODES[value.mode]).permute(2, 0, 1).contiguous()
+    numpy = sys.modules.get("numpy")  # not imported for the question
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         try:
             # torch takes neither the other byte order nor a flipped view; a data set may return both.
@@ -69,7 +61,7 @@ def as_tensor(value: Any, path: str) -> torch.Tensor:
             raise Unstorable(
                 f"{path or 'the sample'} is an array of {value.dtype}, which torch does not have"
             ) from error
-    raise Unstorable(f"{path or 'the sample'} is {type(value).__name__}, which is not a tensor, array, image or number")
+    raise Unstorable(f"{path or 'the sample'} is {type(value).__name__}, which is not a tensor, array or number")
 
 
 # Rows and leaves start at multiples of this, so that a gather moves whole 16-byte words whatever the dtype.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import os
 import traceback
-import types
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -140,16 +139,8 @@ class SampleReader:
 def failure_of(dataset: Any, index: int, error: Exception) -> Failure:
     """What is told of ``error``, which sample ``index`` raised."""
     name = name_of(dataset, index) or getattr(error, "filename", None)
-    trace = "".join(traceback.format_exception(type(error), error, _below_ours(error)))
+    trace = "".join(traceback.format_exception(error))
     return Failure(index, "corrupt", _one_line(error), name and str(name), trace, _users_line(error))
-
-
-def _below_ours(error: Exception) -> types.TracebackType | None:
-    """The way to ``error`` from where the data set was asked: how it came to be asked tells its owner nothing."""
-    way = error.__traceback__
-    while way is not None and way.tb_next is not None and owner(way.tb_frame.f_code.co_filename) == "fulltilt":
-        way = way.tb_next
-    return way
 
 
 def _users_line(error: Exception) -> str | None:
@@ -193,7 +184,6 @@ def _one_line(error: Exception) -> str:
 
 
 Policy = Literal["stop", "skip"]
-TO_ONE_SHAPE = "Resize, crop, pad or convert all samples to one shape and type, or keep the DataLoader."
 
 
 class ShapesDiffer(DataError):  # noqa: N818 - as all errors of this project
@@ -239,7 +229,10 @@ class BadSamples:
 def stopped_by(failure: Failure) -> DataError:
     """The error for one bad sample, with what to do about it."""
     if failure.kind == "shape":
-        return ShapesDiffer(f"{failure.where()} differs from the first sample: {failure.message}", TO_ONE_SHAPE)
+        return ShapesDiffer(
+            f"{failure.where()} differs from the first sample: {failure.message}",
+            "Resize, crop, pad or convert all samples to one shape and type, or keep the DataLoader.",
+        )
     error = DataError(
         f"{failure.where()} cannot be read: {failure.message}" + (f" ({failure.line})" if failure.line else ""),
         "Repair or remove it, or skip such samples with on_bad_sample='skip'.",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fulltilt.errors import UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.dataset_check import inspect
-from fulltilt.feed.dataset_objects import shared_handle
+from fulltilt.feed.dataset_objects import refuse_shared_handle
 from fulltilt.feed.loader import FeedLoader
 from fulltilt.feed.random_numbers import mix
 from fulltilt.feed.sample_cache import SampleCache
@@ -388,11 +388,7 @@ def make_source(
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         if len(data) == 0:
             raise UsageError("the data set is empty")
-        if settings.workers and (held := shared_handle(data)) is not None:
-            raise UsageError(
-                f"the data set {type(data).__name__} holds an open {held} that {settings.workers} workers would share",
-                "Open it in __getitem__, once in each process, or set workers: 0.",
-            )
+        refuse_shared_handle(data, settings.workers)
         plan = replace(plan, samples=len(data))
         through_feed = settings.residency != "none" and collate is None
         fed = _fed(data, plan, settings, on_device, device, stack_log) if through_feed else None
