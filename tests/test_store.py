@@ -187,26 +187,7 @@ def test_a_writer_goes_on_after_a_torn_line(tmp_path: Path, cut: str) -> None:
     assert list(store.read_lines(path, Sample)) == [*(a_sample(i) for i in range(kept)), a_sample(7)]
 
 
-def test_reopening_a_long_file_reads_only_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "steps.jsonl"
-    line = json.dumps({"x": "y" * 990}).encode() + b"\n"
-    path.write_bytes(line * 4000 + b'{"torn')
-    taken = 0
-    real = os.read
-
-    def counting_read(fd: int, length: int) -> bytes:
-        nonlocal taken
-        data = real(fd, length)
-        taken += len(data)
-        return data
-
-    monkeypatch.setattr(os, "read", counting_read)
-    store.LineWriter(path).close()
-    assert path.stat().st_size == len(line) * 4000
-    assert taken < 100_000
-
-
-def test_a_torn_line_longer_than_one_read_is_dropped_whole(tmp_path: Path) -> None:
+def test_a_long_torn_line_is_dropped_whole(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     path.write_bytes(b'{"a":1}\n{"b":"' + b"x" * 300_000)
     store.LineWriter(path).close()

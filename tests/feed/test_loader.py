@@ -428,7 +428,7 @@ def test_mistakes_are_told_in_a_sentence():
         ({"seed": "a"}, "seed is 'a'"),
         ({"collate_fn": torch.stack}, "has no collate_fn"),
         ({"sampler": 5}, "cannot be asked"),
-        ({"rank": "0", "world_size": 2}, "rank '0'"),
+        ({"rank": 2, "world_size": 2}, "rank 2 is not below"),
         ({"batch_size": True}, "batch_size is True"),
     ],
 )

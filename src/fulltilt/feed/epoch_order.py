@@ -282,14 +282,12 @@ def resumed_at(state: Mapping[str, Any], order: BatchOrder) -> tuple[int, int]:
 def ranks(rank: int | None = None, world_size: int | None = None) -> tuple[int, int]:
     """Rank and world size as given, else those of a running torch.distributed job; 0 and 1 without one.
 
-    Raises UsageError for anything but a whole number below another.
+    Raises UsageError for a rank that is not below the world size.
     """
     distributed = torch.distributed
     running = distributed.is_available() and distributed.is_initialized()
     found = (distributed.get_rank(), distributed.get_world_size()) if running else (0, 1)
     rank, world_size = found[0] if rank is None else rank, found[1] if world_size is None else world_size
-    if not isinstance(rank, int) or not isinstance(world_size, int):
-        raise UsageError(f"rank {rank!r} and world_size {world_size!r} must be whole numbers")
     if not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} is not below world_size {world_size}")
     return rank, world_size

@@ -8,6 +8,7 @@ its length out of a random window, other ones in each epoch, and hardly a token 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError, UsageError
-from fulltilt.feed.epoch_order import PositionedLoader, ranks, saved_position
+from fulltilt.feed.epoch_order import PositionedLoader, is_whole, ranks, saved_position
 from fulltilt.feed.progress import progress
 from fulltilt.feed.random_numbers import as_int64
 from fulltilt.feed.sample_store import device_or_default
@@ -32,40 +33,23 @@ class Tokens:
     @classmethod
     def of(cls, sequences: Iterable[Sequence[int]], *, max_length: int | None = None) -> Tokens:
         """Tokens from lists of ids, each cut to ``max_length``. Raises DataError for anything but whole numbers."""
-        if not isinstance(sequences, Iterable):
-            raise _no_ids(f"the texts are {type(sequences).__name__}")
-        ids: list[int] = []
-        offsets = [0]
+        ids, offsets = array("i"), [0]
         for number, sequence in enumerate(sequences):
             try:
-                ids.extend(sequence[:max_length] if max_length is not None else sequence)
-            except TypeError as error:
-                raise _no_ids(f"text {number} is {type(sequence).__name__}") from error
+                ids.extend(sequence[:max_length])
+            except (TypeError, OverflowError) as error:
+                raise DataError(
+                    f"a text has to be a list of token ids, and text {number} is none: {error}",
+                    "Make them with feed.tokenise(texts, tokenizer).",
+                ) from error
             offsets.append(len(ids))
-        return cls(_flat(ids), torch.tensor(offsets, dtype=torch.int64))
+        flat = torch.frombuffer(ids, dtype=torch.int32) if ids else torch.empty(0, dtype=torch.int32)
+        return cls(flat, torch.tensor(offsets, dtype=torch.int64))
 
     @property
     def lengths(self) -> torch.Tensor:
         """Tokens of each sample."""
         return self.offsets.diff()
-
-
-def _flat(ids: list[int]) -> torch.Tensor:
-    try:
-        flat = torch.tensor(ids) if ids else torch.empty(0, dtype=torch.int32)
-    except Exception as error:
-        raise _no_ids(" ".join(str(error).split())) from error
-    if flat.ndim != 1 or flat.is_floating_point() or flat.is_complex():
-        raise _no_ids(f"{flat.dtype} of {flat.ndim} dimensions")
-    if len(flat) and not -(2**31) <= int(flat.min()) <= int(flat.max()) < 2**31:
-        raise _no_ids(f"{int(flat.min())} to {int(flat.max())} do not fit into 32 bits")
-    return flat.to(torch.int32)
-
-
-def _no_ids(found: str) -> DataError:
-    return DataError(
-        f"a text has to be a list of token ids: {found}", "Make them with feed.tokenise(texts, tokenizer)."
-    )
 
 
 def tokenise(texts: Iterable[str], tokenizer: Callable[..., Any], *, max_length: int | None = None) -> Tokens:
@@ -75,7 +59,7 @@ def tokenise(texts: Iterable[str], tokenizer: Callable[..., Any], *, max_length:
     """
     if isinstance(texts, str | Mapping) or not isinstance(texts, Iterable):
         raise UsageError(f"the texts are {type(texts).__name__}, not a list of texts")
-    if max_length is not None and (type(max_length) is not int or max_length < 1):
+    if max_length is not None and not is_whole(max_length, at_least=1):
         raise UsageError(f"max_length is {max_length!r}; it must be a whole number of at least 1")
     every = list(texts)
     ids: list[list[int]] = []
@@ -121,10 +105,8 @@ class Batching:
             raise UsageError("give either batch_size or tokens_per_batch")
         for name in ("batch_size", "tokens_per_batch", "window", "multiple"):
             number = getattr(self, name)
-            if number is not None and (type(number) is not int or number < 1):
+            if number is not None and not is_whole(number, at_least=1):
                 raise UsageError(f"{name} is {number!r}; it must be a whole number of at least 1")
-        if not isinstance(self.seed, int):
-            raise UsageError(f"seed is {self.seed!r}; it must be a whole number")
 
     def batches(self, lengths: torch.Tensor, epoch: int, world_size: int = 1) -> list[torch.Tensor]:
         """The batches of ``epoch`` for all ranks: batches r, r + world_size, … are rank r's, and of like length."""

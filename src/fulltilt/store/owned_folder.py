@@ -15,7 +15,6 @@ import json
 import os
 import stat
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -85,7 +84,7 @@ class OwnedFolder:
                 if names:
                     raise _foreign(path, names, flag)
                 _write_marker(path, kind)
-            found = _kind_once_written(path)
+            found = kind_of(path)
             if found is None:
                 raise _foreign(path, names, flag)
             if found != kind:
@@ -421,17 +420,6 @@ def kind_of(folder: Path) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def _kind_once_written(folder: Path) -> str | None:
-    """Like ``kind_of``. Without links another process may be between making the marker and writing its one line."""
-    deadline_s = time.monotonic() + 2.0
-    while (kind := kind_of(folder)) is None and time.monotonic() < deadline_s:
-        with contextlib.suppress(OSError):
-            if (folder / MARKER).stat().st_size:
-                break
-        time.sleep(0.02)
-    return kind
-
-
 def is_private(folder: Path, *, follow: bool = True) -> bool:
     """Whether it is a folder that belongs to this user and that not everybody may write."""
     try:
@@ -452,9 +440,9 @@ def _write_marker(folder: Path, kind: str) -> None:
     except FileExistsError:
         pass  # another process of this job was first
     except OSError:  # a file system without links
-        with contextlib.suppress(FileExistsError):
-            _write_new(folder / MARKER, header.encode(), 0o644)
-    whole.unlink()
+        if not os.path.lexists(folder / MARKER):
+            whole.replace(folder / MARKER)
+    whole.unlink(missing_ok=True)
 
 
 def _write_new(path: Path, data: bytes, mode: int) -> None:

@@ -16,22 +16,20 @@ Record = TypeVar("Record")
 _LARGEST = 1e30
 
 
-def encode(value: Any) -> Any:
-    """A record as plain JSON values. Fields at their default are left out, so that lines stay short.
+def encode(value: Any, *, fully: bool = False) -> Any:
+    """A record as plain JSON values. Fields at their default are left out unless ``fully``, so that lines stay short.
 
     The schema version is never left out: it tells a later reader which defaults those were.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        plain = {}
-        for field in dataclasses.fields(value):
-            item = getattr(value, field.name)
-            at_default = field.default is not dataclasses.MISSING and item == field.default
-            if at_default and field.name != "schema_version":
-                continue
-            plain[field.name] = encode(item)
-        return plain
+        items = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {
+            field.name: encode(item, fully=fully)
+            for field, item in items
+            if fully or field.default is dataclasses.MISSING or item != field.default or field.name == "schema_version"
+        }
     if isinstance(value, tuple | list):
-        return [encode(item) for item in value]
+        return [encode(item, fully=fully) for item in value]
     if isinstance(value, float):
         # JSON has no NaN; a figure that is not finite was not measured.
         return round(value, 9) if math.isfinite(value) else None
@@ -40,11 +38,7 @@ def encode(value: Any) -> Any:
 
 def encode_fully(value: Any) -> Any:
     """A record as plain JSON values with every field present, for readers outside of Fulltilt."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: encode_fully(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple | list):
-        return [encode_fully(item) for item in value]
-    return encode(value)
+    return encode(value, fully=True)
 
 
 def decode(record: type[Record], plain: Any) -> Record:

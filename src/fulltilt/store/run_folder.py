@@ -9,6 +9,7 @@ import contextlib
 import errno
 import itertools
 import json
+import mmap
 import os
 import re
 import socket
@@ -386,31 +387,23 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _mend_end(fd: int, path: Path) -> None:
-    """Drop the torn last line of a killed writer, which would swallow the next one. A long file is not read whole."""
-    size = end = os.fstat(fd).st_size
+    """Drop the torn last line of a killed writer, which would swallow the next one."""
+    size = os.fstat(fd).st_size
     if size == 0:
         return
-    if _read_at(fd, 0, 1) != b"{":
-        raise RunFolderError(f"{path} exists and was not written by Fulltilt", "Choose another file with --out.")
-    newline = -1
-    while newline < 0 and end > 0:
-        start = max(0, end - 65536)
-        newline = _read_at(fd, start, end - start).rfind(b"\n")
-        end = start
-    whole = 0 if newline < 0 else start + newline + 1
-    if whole == size:
+    with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as data:  # of a long file only the end is read
+        if data[:1] != b"{":
+            raise RunFolderError(f"{path} exists and was not written by Fulltilt", "Choose another file with --out.")
+        whole = data.rfind(b"\n") + 1
+        torn = data[whole:]
+    if not torn:
         return
     try:
-        json.loads(_read_at(fd, whole, size - whole))
+        json.loads(torn)
     except (ValueError, RecursionError):
         os.ftruncate(fd, whole)
     else:
         os.write(fd, b"\n")  # only the newline was missing
-
-
-def _read_at(fd: int, start: int, length: int) -> bytes:
-    os.lseek(fd, start, os.SEEK_SET)  # appending is not disturbed: O_APPEND writes at the end wherever we read
-    return os.read(fd, length)
 
 
 def _cannot(do: str, path: Path, error: OSError) -> RunFolderError:
