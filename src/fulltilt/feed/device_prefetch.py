@@ -1,145 +1,65 @@
-"""Batches on the device, from wherever their samples are: rows in host memory are copied ahead of their use.
-
-Copies run on a stream of their own, through a fixed ring of buffers: the allocator plays no part while training. Three
-events keep its users apart:
- 1. ``copied``: the compute stream waits for it before it reads a buffer;
- 2. ``consumed``: the copy stream waits for it before it overwrites the buffer;
- 3. the host waits for ``copied`` (in the feeding thread) before it fills the host buffer again.
-On a CPU device the same thread and ring run without streams.
-"""
+"""Batches on the device, from wherever their samples are: rows in host memory are copied ahead of their use."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
-import queue
-import threading
-from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
+from torch.utils import _pytree as pytree
 
 from fulltilt import cuda_capture
 from fulltilt.feed.epoch_order import sample_of
 from fulltilt.feed.sample_cache import HostRows, SampleCache
 from fulltilt.feed.sample_layout import Layout
-from fulltilt.feed.sample_store import Store, pin, shared_bytes
+from fulltilt.feed.sample_store import Store
+from fulltilt.feed.worker_pool import WorkerPool
 
-DEPTH = 3
 # What an epoch left out of a device store is read before the next one begins, if it is no more than so many batches.
 READ_FIRST_BATCHES = 16
 
 Leaves = tuple[list[torch.Tensor], torch.Tensor]  # the leaves of a batch, and the numbers of its draws on the device
-# The batches of a pass in buffers that a function gives: SampleCache.host_rows of them.
-Assemble = Callable[[Callable[[], torch.Tensor]], Generator[HostRows, None, None]]
+# A batch in host memory; its rows, draws and samples on the device.
+Copied = tuple[HostRows, torch.Tensor, torch.Tensor, torch.Tensor]
+Item = TypeVar("Item", bound=tuple[Any, ...])
 
 
-class _Left(Exception):  # noqa: N818 - ends the feeding thread
-    pass
+def copy_stream(device: torch.device) -> Any:
+    """A stream that waits for no training; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
-class DeviceRing:
-    """A fixed number of host buffers, pinned, each with one on the device, that a feeding thread fills in turn."""
+def enter_thread(device: torch.device) -> None:
+    """What a thread of ours does first: it begins with the first device, whichever the process uses."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        cuda_capture.use_thread_local_mode()
 
-    @torch.inference_mode(False)  # made in an evaluation, it has to be of use to the feeding thread
-    def __init__(self, rows: int, row_bytes: int, device: torch.device) -> None:
-        self.device, self.rows = device, rows
-        self._cuda = cuda = device.type == "cuda"
-        # torch.cuda, or torch.cpu, whose streams and events do nothing.
-        self._torch: Any = torch.get_device_module(device)
-        self._stream = self._torch.Stream(device)
-        memory = shared_bytes(DEPTH * rows * row_bytes)
-        self._host = memory.view(DEPTH, rows, row_bytes)
-        pin(memory, device, self)
-        self._rows = torch.empty(DEPTH, rows, row_bytes, dtype=torch.uint8, device=device)
-        # Draws of the batch, then samples of its rows, in one small copy.
-        self._numbers = torch.empty(DEPTH, 2 * rows, dtype=torch.int64, device=device)
-        self._host_numbers = torch.empty(DEPTH, 2 * rows, dtype=torch.int64, pin_memory=cuda)
-        # Blocking events let the waiting thread sleep instead of spinning on a core that workers could use.
-        self._copied = [self._torch.Event(**({"blocking": True} if cuda else {})) for _ in range(DEPTH)]
-        self._consumed = [self._torch.Event() for _ in range(DEPTH)]
-        # The buffers may be recycled memory on which earlier work is still queued.
-        self._stream.wait_stream(self._torch.current_stream(device))
 
-    def stream(self, assemble: Assemble, leaves_of: Callable[..., list[torch.Tensor]]) -> Generator[Leaves, None, None]:
-        """What ``leaves_of`` makes of each batch, its rows, draws and samples on the device, and the draws.
+def ahead(items: Generator[Item, None, None], device: torch.device, stream: Any) -> Generator[Item, None, None]:
+    """``items``, each made by a thread while the one before it is used, on ``stream`` where there is one.
 
-        Whatever ends it, the thread has ended.
-        """
-        free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        ready: queue.SimpleQueue[tuple[int, HostRows] | BaseException | None] = queue.SimpleQueue()
-        for position in range(DEPTH):
-            free.put(position)
-        given = (assemble, free, ready)
-        thread = threading.Thread(target=self._feed, args=given, name="fulltilt-feed", daemon=True)
-        thread.start()
+    Whatever ends it, the thread has ended.
+    """
 
-        def end(timeout_s: float | None = None) -> None:
-            free.put(None)
-            thread.join(timeout_s)
+    def following() -> Item | None:
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            item = next(items, None)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # now it is whole, on whatever stream it is used
+        return item
 
-        atexit.register(end, 5.0)  # the thread must not outlive the driver
-        try:
-            while (item := ready.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                position, batch = item
-                self._torch.current_stream(self.device).wait_event(self._copied[position])
-                count, samples = len(batch.draws), len(batch.samples)
-                numbers, rows = self._numbers[position], len(batch.samples if batch.scattered else batch.rows)
-                draws = numbers[:count].clone()  # the caller may keep it beyond the life of the buffer
-                leaves = leaves_of(batch, self._rows[position, :rows], draws, numbers[count : count + samples])
-                self._consumed[position].record(self._torch.current_stream(self.device))
-                free.put(position)
-                yield leaves, draws
-        finally:
-            atexit.unregister(end)
-            end()
-
-    def _feed(self, assemble: Assemble, free: Any, ready: Any) -> None:
-        position = 0
-
-        def buffer() -> torch.Tensor:
-            nonlocal position
-            taken = free.get()
-            if taken is None:
-                raise _Left
-            position = taken
-            self._copied[position].synchronize()
-            return self._host[position]
-
-        try:
-            if self._cuda:
-                torch.cuda.set_device(self.device)
-                cuda_capture.use_thread_local_mode()
-            with contextlib.closing(assemble(buffer)) as assembled:
-                for batch in assembled:
-                    self._copy(position, batch)
-                    ready.put((position, batch))
-            ready.put(None)
-        except _Left:
-            pass
-        except BaseException as error:  # raised again where the batches are used
-            ready.put(error)
-        finally:
-            if self._cuda:
-                self._stream.synchronize()  # the store that was copied from may be given back now
-
-    def _copy(self, position: int, batch: HostRows) -> None:
-        count, samples = len(batch.draws), len(batch.samples)
-        host = self._host_numbers[position, : count + samples]
-        host[:count] = batch.draws
-        host[count:] = batch.samples
-        with self._torch.stream(self._stream):
-            self._stream.wait_event(self._consumed[position])
-            self._numbers[position, : count + samples].copy_(host, non_blocking=True)
-            if batch.scattered:
-                for target, sample in zip(self._rows[position], batch.samples.tolist(), strict=False):
-                    target.copy_(batch.rows[sample], non_blocking=True)
-            elif len(batch.rows):
-                self._rows[position, : len(batch.rows)].copy_(batch.rows, non_blocking=True)
-            self._copied[position].record(self._stream)
+    with contextlib.closing(items), ThreadPoolExecutor(1, "fulltilt-feed", enter_thread, (device,)) as thread:
+        upcoming = thread.submit(following)
+        while (made := upcoming.result()) is not None:
+            upcoming = thread.submit(following)
+            for part in pytree.tree_leaves(made) if stream is not None else ():
+                if isinstance(part, torch.Tensor) and part.is_cuda:
+                    # Its memory was allocated for the other stream.
+                    part.record_stream(torch.cuda.current_stream(device))
+            yield made
 
 
 class DeviceBatches:
@@ -147,7 +67,7 @@ class DeviceBatches:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout, self._device = layout, device
-        self._ring: DeviceRing | None = None
+        self._stream = copy_stream(device)
         self.copies_ahead = device.type == "cuda"  # on a CPU there is nothing to copy to
 
     def batches(self, supply: SampleCache, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
@@ -166,10 +86,6 @@ class DeviceBatches:
                 return self._resident(supply.store, [supply.bad.without_bad(batch) for batch in batches])
         return self._from_source(supply, batches, epoch)
 
-    def close(self) -> None:
-        """Give the buffers back."""
-        self._ring = None
-
     def _resident(self, store: Store, batches: list[torch.Tensor]) -> Iterator[Leaves]:
         """Batches of a complete device store: one upload of indices for the epoch, then one gather a batch."""
         if batches:
@@ -178,46 +94,46 @@ class DeviceBatches:
             indices = torch.split(samples.to(self._device), sizes)
             numbers = indices if torch.equal(samples, draws) else torch.split(draws.to(self._device), sizes)
             for picked, drawn in zip(indices, numbers, strict=True):
-                yield [leaf.contiguous() for leaf in self._layout.split(store.gather(picked))], drawn
+                yield self._leaves(store.gather(picked)), drawn
 
     def _from_source(self, supply: SampleCache, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
         # Forked here, on the main thread, and not in the feeding thread.
         pool = supply.take_pool() if len(supply.lacking(batches)) else None
         # Without workers the data set runs in this process: on the thread that asks, whose random generators it may
         # use and which may draw from them at the same moment.
-        ahead = self.copies_ahead and (pool is None or pool.workers)
-        assemble = functools.partial(supply.host_rows, batches, epoch, pool)
+        by_thread = self.copies_ahead and (pool is None or pool.workers > 0)
+        copied = self._copied(supply, batches, epoch, pool, by_thread)
+        if by_thread:
+            copied = ahead(copied, self._device, self._stream)
         try:
-            yield from (self._copied if ahead else self._here)(assemble, supply.batch_size)
+            with contextlib.closing(copied):
+                for batch, rows, draws, samples in copied:
+                    store = batch.store
+                    if store is not None and len(samples):
+                        store.write(batch.samples, rows, samples)
+                    yield self._leaves(rows if store is None else store.gather(sample_of(draws))), draws
         finally:
             if pool is not None:
                 supply.give_back(pool)
 
-    def _here(self, assemble: Assemble, batch_size: int) -> Iterator[Leaves]:
-        buffer = functools.partial(torch.empty, batch_size, self._layout.row_bytes, dtype=torch.uint8)
-        with contextlib.closing(assemble(buffer)) as assembled:
+    def _copied(
+        self, supply: SampleCache, batches: list[torch.Tensor], epoch: int, pool: WorkerPool | None, by_thread: bool
+    ) -> Generator[Copied, None, None]:
+        """Each batch on the device. Its host memory is used again: the copy is over when the next one is asked for."""
+        cuda = self._device.type == "cuda"
+        with torch.inference_mode(False):  # begun in an evaluation, it may go on outside of it
+            shape = supply.batch_size, self._layout.row_bytes
+            buffer = torch.empty(shape, dtype=torch.uint8, pin_memory=cuda and by_thread)
+        with contextlib.closing(supply.host_rows(batches, epoch, pool, buffer)) as assembled:
             for batch in assembled:
-                rows = batch.rows[batch.samples] if batch.scattered else batch.rows
-                here = [part.to(self._device) for part in (rows, batch.draws, batch.samples)]
-                yield self._leaves(batch, *here), here[1]
+                if batch.scattered:
+                    rows = torch.empty(len(batch.samples), shape[1], dtype=torch.uint8, device=self._device)
+                    for target, sample in zip(rows, batch.samples.tolist(), strict=True):
+                        target.copy_(batch.rows[sample], non_blocking=by_thread)
+                else:
+                    rows = batch.rows.to(self._device, non_blocking=by_thread, copy=True)
+                yield batch, rows, batch.draws.to(self._device, copy=True), batch.samples.to(self._device)
 
-    def _copied(self, assemble: Assemble, batch_size: int) -> Iterator[Leaves]:
-        # Taken out while it is in use: a second iterator at the same time gets buffers of its own.
-        ring, self._ring = self._ring, None
-        if ring is None or ring.rows < batch_size:
-            ring = DeviceRing(batch_size, self._layout.row_bytes, self._device)
-        try:
-            with contextlib.closing(ring.stream(assemble, self._leaves)) as arriving:
-                yield from arriving
-        finally:
-            self._ring = ring
-
-    def _leaves(
-        self, batch: HostRows, rows: torch.Tensor, draws: torch.Tensor, samples: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """The leaves of a batch as tensors of the caller's own; rows that a device store lacks go into it first."""
-        if batch.store is not None:
-            if len(samples):
-                batch.store.write(batch.samples, rows, samples)
-            rows = batch.store.gather(sample_of(draws))
-        return [leaf.clone(memory_format=torch.contiguous_format) for leaf in self._layout.split(rows)]
+    def _leaves(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of a batch from its ``rows``, which nobody else uses."""
+        return [leaf.contiguous() for leaf in self._layout.split(rows)]

@@ -12,13 +12,13 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from fulltilt import cuda_capture
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
+from fulltilt.feed.device_prefetch import ahead, copy_stream, enter_thread
 from fulltilt.feed.epoch_order import Order, PositionedLoader, ranks
 from fulltilt.feed.hdf5_files import DAMAGED, BlockReader, describe
 from fulltilt.feed.progress import progress
@@ -42,7 +42,6 @@ Samples = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]
 BlockPart = tuple[int, int, int]
 # A tensor for each key, and the samples' numbers.
 Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
-Item = TypeVar("Item", bound=tuple[Any, ...])
 
 
 class Hdf5Loader(PositionedLoader):
@@ -104,9 +103,8 @@ class Hdf5Loader(PositionedLoader):
         self._kept: tuple[list[torch.Tensor], torch.Tensor] | None = None
         self._idle: list[WorkerPool] = []
         self._upcoming: tuple[int, Future[torch.Tensor]] | None = None
-        self._drawing = ThreadPoolExecutor(1, "fulltilt-order", _enter_thread, (self._where,))
-        copies = device.type == "cuda" and self.tier != "vram"
-        self._stream: Any = torch.cuda.Stream(device) if copies else None  # type: ignore[no-untyped-call]
+        self._drawing = ThreadPoolExecutor(1, "fulltilt-order", enter_thread, (self._where,))
+        self._stream = copy_stream(device) if self.tier != "vram" else None
 
     def __len__(self) -> int:
         if self.tier != "none":
@@ -119,7 +117,7 @@ class Hdf5Loader(PositionedLoader):
         self.fill()
         batches = self._batches(self._streamed(epoch, first) if self.tier == "none" else self._resident(epoch, first))
         if self._where != self.device:
-            batches = self._ahead(batches)
+            batches = ahead(batches, self.device, self._stream)
         with contextlib.closing(batches):
             for parts, numbers in batches:
                 batch: Any = parts[0] if len(parts) == 1 else tuple(parts)
@@ -163,7 +161,7 @@ class Hdf5Loader(PositionedLoader):
     def _streamed(self, epoch: int, first: int) -> Generator[Samples, None, None]:
         # Forked here, on the caller's thread, and kept for the next pass; an iterator put aside has its own.
         pool = self._idle.pop() if self._idle else self._pool()
-        yield from self._ahead(self._groups(pool, epoch, first))
+        yield from ahead(self._groups(pool, epoch, first), self.device, self._stream)
         self._idle.append(pool)
 
     def _groups(self, pool: WorkerPool, epoch: int, first: int) -> Generator[Samples, None, None]:
@@ -237,24 +235,6 @@ class Hdf5Loader(PositionedLoader):
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _ahead(self, items: Generator[Item, None, None]) -> Generator[Item, None, None]:
-        """``items``, each made by a thread while the one before it is used, on a stream that waits for no training."""
-
-        def following() -> Item | None:
-            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                item = next(items, None)
-                self._synchronize()  # now it is whole, on whatever stream it is used
-            return item
-
-        with contextlib.closing(items), ThreadPoolExecutor(1, "fulltilt-hdf5", _enter_thread, (self.device,)) as thread:
-            upcoming = thread.submit(following)
-            while (made := upcoming.result()) is not None:
-                upcoming = thread.submit(following)
-                for tensor in (*made[0], *made[1:]) if self._stream is not None else ():
-                    # Its memory was allocated for the other stream.
-                    tensor.record_stream(torch.cuda.current_stream(self.device))
-                yield made
-
     # ----------------------------------------------------------------- batches
 
     def _batches(self, groups: Generator[Samples, None, None]) -> Generator[Batch, None, None]:
@@ -316,12 +296,6 @@ def _draw(order: Order, epoch: int, device: torch.device) -> torch.Tensor:
     indices = order.epoch_indices(epoch)
     # From other memory a copy would wait until all that was launched is done.
     return indices.pin_memory() if device.type == "cuda" else indices
-
-
-def _enter_thread(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # a thread begins with the first device, whichever the process uses
-        cuda_capture.use_thread_local_mode()
 
 
 hdf5 = Hdf5Loader

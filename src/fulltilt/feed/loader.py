@@ -163,7 +163,6 @@ class FeedLoader(PositionedLoader):
         """Draw the same samples in the batches of another order from the next iteration on. What is kept stays."""
         if order.batch_size != self.order.batch_size:
             self._cache.resize(order.batch_size)
-            self._device_batches.close()
         self.order = order
 
     def state_dict(self) -> dict[str, int | None]:
@@ -192,7 +191,6 @@ class FeedLoader(PositionedLoader):
     def close(self) -> None:
         """End the workers and give all memory back. A complete disk cache stays for the next run."""
         self._cache.close()
-        self._device_batches.close()
 
     # ----------------------------------------------------------------- one epoch
 

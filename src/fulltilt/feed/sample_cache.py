@@ -247,9 +247,12 @@ class SampleCache:
     # ----------------------------------------------------------------- batches
 
     def host_rows(
-        self, batches: Iterable[torch.Tensor], epoch: int, pool: WorkerPool | None, buffer: Callable[[], torch.Tensor]
+        self, batches: Iterable[torch.Tensor], epoch: int, pool: WorkerPool | None, buffer: torch.Tensor
     ) -> Generator[HostRows, None, None]:
-        """Each batch in a ``buffer()`` [batch, row_bytes], in order; without a ``pool`` all of it has to be kept."""
+        """Each batch in order, valid until the next one is asked for; without a ``pool`` all of it has to be kept.
+
+        ``buffer`` [batch, row_bytes] takes what comes out of a store in host memory.
+        """
         plans: deque[_Plan] = deque()
         wanted = self._plan(batches, plans)
         nothing: tuple[torch.Tensor, list[Failure]] = torch.empty(0, self.layout.row_bytes, dtype=torch.uint8), []
@@ -272,9 +275,7 @@ class SampleCache:
             plans.append((draws, wanted, store))
             yield wanted
 
-    def _assembled(
-        self, plan: _Plan, rows: torch.Tensor, failures: list[Failure], buffer: Callable[[], torch.Tensor]
-    ) -> HostRows:
+    def _assembled(self, plan: _Plan, rows: torch.Tensor, failures: list[Failure], buffer: torch.Tensor) -> HostRows:
         asked, read, store = plan
         if len(rows) != len(read):
             raise UsageError("the loader was closed while this iterator was in use", "Begin another pass over it.")
@@ -286,10 +287,8 @@ class SampleCache:
         store = store or self.store
         if store is not None and not store.on_device:
             return self._gathered(store, self.bad.without_bad(asked), sample_of(read), rows, buffer)
-        out = buffer()[: len(rows)]
-        out.copy_(rows)
         draws = read if store is None else self.bad.without_bad(asked)
-        return HostRows(draws, out, sample_of(read) if store is not None else read[:0], store)
+        return HostRows(draws, rows, sample_of(read) if store is not None else read[:0], store)
 
     def _gathered(
         self,
@@ -297,7 +296,7 @@ class SampleCache:
         draws: torch.Tensor,
         read: torch.Tensor,
         rows: torch.Tensor,
-        buffer: Callable[[], torch.Tensor],
+        buffer: torch.Tensor,
     ) -> HostRows:
         if len(read):
             try:
@@ -306,7 +305,7 @@ class SampleCache:
                 self._on_full(full)
         samples = sample_of(draws)
         there = store.has(samples)
-        out = buffer()[: len(samples)]
+        out = buffer[: len(samples)]
         if store.pinned and self.layout.row_bytes >= DIRECT_ROW_BYTES and bool(there.all()):
             return HostRows(draws, store.rows, samples, scattered=True)
         store.gather(samples, out)
