@@ -76,18 +76,6 @@ def test_an_iterator_that_is_put_aside_does_not_hold_up_the_next(as_on_a_gpu, ti
                 assert len(list(pass_)) == 14
 
 
-def test_long_rows_go_from_pinned_memory_straight_to_the_device(as_on_a_gpu, monkeypatch):
-    monkeypatch.setattr("fulltilt.feed.sample_cache.DIRECT_ROW_BYTES", 64)
-    dataset = Pixels(23)
-    with as_on_a_gpu(dataset, 5, shuffle=True, residency="pinned", num_workers=2) as loader:
-        list(loader)
-        loader._cache.store.pinned = True  # as it would be with a GPU
-        monkeypatch.setattr(Store, "gather", None)
-        for images, numbers in loader:
-            for image, number in zip(images, numbers, strict=True):
-                assert torch.equal(image, dataset[int(number)][0])
-
-
 def test_vram_is_taken_only_after_the_model_has_shown_what_it_needs(as_on_a_gpu, monkeypatch):
     asked = []
     room = sample_cache.measure_room()

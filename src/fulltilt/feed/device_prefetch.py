@@ -126,12 +126,7 @@ class DeviceBatches:
             buffer = torch.empty(shape, dtype=torch.uint8, pin_memory=cuda and by_thread)
         with contextlib.closing(supply.host_rows(batches, epoch, pool, buffer)) as assembled:
             for batch in assembled:
-                if batch.scattered:
-                    rows = torch.empty(len(batch.samples), shape[1], dtype=torch.uint8, device=self._device)
-                    for target, sample in zip(rows, batch.samples.tolist(), strict=True):
-                        target.copy_(batch.rows[sample], non_blocking=by_thread)
-                else:
-                    rows = batch.rows.to(self._device, non_blocking=by_thread, copy=True)
+                rows = batch.rows.to(self._device, non_blocking=by_thread, copy=True)
                 yield batch, rows, batch.draws.to(self._device, copy=True), batch.samples.to(self._device)
 
     def _leaves(self, rows: torch.Tensor) -> list[torch.Tensor]:

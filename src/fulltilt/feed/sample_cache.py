@@ -37,9 +37,6 @@ SETTLED_AFTER_BATCHES = 3
 SLOTS = 4
 # Above this, two batches have to do: one being read while the other is copied.
 SLOT_BYTES = 2 * 1024**3
-# Rows at least this long are copied to the device one by one from pinned memory: a copy call then costs less than
-# moving the row to a buffer first.
-DIRECT_ROW_BYTES = 64 * 1024
 
 log = logging.getLogger("fulltilt.feed")
 
@@ -62,15 +59,13 @@ class Notes(list[str]):
 class HostRows:
     """A batch, or the part of it that a device ``store`` lacks, in host memory.
 
-    ``samples`` are the samples of the ``rows`` that are to go into the device store; with ``scattered``, ``rows`` is
-    a whole pinned store and the batch is its rows ``samples``.
+    ``samples`` are the samples of the ``rows`` that are to go into the device store.
     """
 
     draws: torch.Tensor
     rows: torch.Tensor
     samples: torch.Tensor
     store: Store | None = None
-    scattered: bool = False
 
 
 # The draws of a batch, those of them to read, and the store that is to have them.
@@ -306,8 +301,6 @@ class SampleCache:
         samples = sample_of(draws)
         there = store.has(samples)
         out = buffer[: len(samples)]
-        if store.pinned and self.layout.row_bytes >= DIRECT_ROW_BYTES and bool(there.all()):
-            return HostRows(draws, store.rows, samples, scattered=True)
         store.gather(samples, out)
         for place in (~there).nonzero().flatten().tolist():  # the disk is full
             self._judge(self.reader.read(draws[place : place + 1], out[place : place + 1], 0))
@@ -343,7 +336,8 @@ class SampleCache:
             return Store(torch.empty(shape, dtype=torch.uint8, device=self.device), present, on_device=True), ""
         if tier in ("ram", "pinned"):
             store = Store(shared_bytes(math.prod(shape)).view(shape), present)
-            store.pinned = tier == "pinned" and pin(store.rows, self.device, store)
+            if tier == "pinned":
+                pin(store.rows, self.device, store)
             return store, ""
         if tier == "disk":
             named = self._cache_key is not None

@@ -28,8 +28,8 @@ def shared_bytes(size: int) -> torch.Tensor:
         ) from error
 
 
-def pin(memory: torch.Tensor, device: torch.device, owner: object) -> bool:
-    """Lock ``memory`` for direct copies to the GPU, as long as ``owner`` lives. False where that is not possible.
+def pin(memory: torch.Tensor, device: torch.device, owner: object) -> None:
+    """Lock ``memory`` for direct copies to the GPU, where that is possible, as long as ``owner`` lives.
 
     ``owner`` has to hold the memory, and nobody may hold it longer: pages that are unmapped while the driver knows them
     stay in its books, and whatever is mapped at their address next is copied from the old pages.
@@ -38,16 +38,15 @@ def pin(memory: torch.Tensor, device: torch.device, owner: object) -> bool:
     have its pages to itself (``shared_bytes`` has): the driver refuses a page that it knows already.
     """
     if device.type != "cuda" or memory.numel() == 0:
-        return False
+        return
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address, size = memory.data_ptr(), memory.numel() * memory.element_size()
     with torch.cuda.device(device):
         if int(cudart.cudaHostRegister(address, size, 0)) != 0:
             _forget_error(device)
             warnings.warn(f"could not pin {size} bytes; copies to the GPU will be slower", stacklevel=2)
-            return False
+            return
     weakref.finalize(owner, _unpin, address, os.getpid())
-    return True
 
 
 def _unpin(address: int, pid: int) -> None:
@@ -75,7 +74,6 @@ class Store:
         self.rows = rows
         self.present = present
         self.on_device = on_device
-        self.pinned = False
 
     def has(self, indices: torch.Tensor) -> torch.Tensor:
         """Which of ``indices`` (on the host) can be served from here."""
