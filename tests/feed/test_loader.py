@@ -480,19 +480,3 @@ def test_a_killed_worker_is_explained():
         pytest.raises(MachineError, match="got SIGKILL, most likely from the OOM killer"),
     ):
         list(loader)
-
-
-class Measured(torch.Tensor):
-    """A subclass that torch keeps when it stacks."""
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_of_a_tensor_subclass_are_of_the_type_that_a_dataloader_gives(workers):
-    """Seen to fail: they were plain tensors."""
-    dataset = Drawn(lambda index: (torch.full((3,), float(index)).as_subclass(Measured), index), samples=12)
-    expected = list(DataLoader(dataset, batch_size=4))
-    with feed.loader(dataset, batch_size=4, num_workers=workers) as loader:
-        for _ in range(2):
-            served = list(loader)
-            assert [type(part) for batch in served for part in batch] == [Measured, torch.Tensor] * 3
-            assert torch.equal(torch.cat([batch[0] for batch in served]), torch.cat([batch[0] for batch in expected]))

@@ -6,7 +6,6 @@ is assembled by one gather and its tensors are cut out of it without touching a 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections import defaultdict
@@ -31,7 +30,6 @@ class Leaf:
     dtype: torch.dtype
     offset: int
     nbytes: int
-    stacked: type | None = None  # what torch makes of several of a tensor subclass: that subclass, or a plain tensor
 
     def describe(self) -> str:
         """The leaf in words, for messages and for the key of a cache."""
@@ -114,10 +112,7 @@ class Layout:
 
     def build_batch(self, leaves: list[Any]) -> Any:
         """A batch from its leaves, in the structure that torch's DataLoader gives it: tuples have become lists."""
-        parts = zip(self.leaves, leaves, strict=True)
-        return _with_lists(
-            self.build([p if leaf.stacked is None else p.as_subclass(leaf.stacked) for leaf, p in parts])
-        )
+        return _with_lists(self.build(leaves))
 
 
 def _with_lists(value: Any) -> Any:
@@ -140,11 +135,7 @@ def layout_of(sample: Any) -> Layout:
         path = pytree.keystr(keys)
         tensor = as_tensor(value, path)
         nbytes = tensor.numel() * tensor.element_size()
-        stacked = None
-        if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor:
-            with contextlib.suppress(Exception):  # the subclass's own code
-                stacked = type(torch.stack([value, value]))
-        leaves.append(Leaf(path, tuple(tensor.shape), tensor.dtype, offset, nbytes, stacked))
+        leaves.append(Leaf(path, tuple(tensor.shape), tensor.dtype, offset, nbytes))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     if not leaves:
         raise Unstorable(f"a sample is {type(sample).__name__} without any tensor in it")

@@ -7,10 +7,8 @@ expressions, separated by white space: whatever matches one, as a name or as a v
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -135,9 +133,7 @@ def _looks_random(word: str) -> bool:
     if re.fullmatch(r"[0-9a-f]+|[0-9A-F]+", longest):
         return len(longest) >= 32
     changes = sum(_kind(a) != _kind(b) for a, b in pairwise(longest))
-    shares = [count / len(longest) for count in Counter(longest).values()]
-    entropy = -sum(share * math.log2(share) for share in shares)
-    return entropy >= 3.3 and changes >= len(longest) / 5
+    return changes >= len(longest) / 5
 
 
 def _kind(character: str) -> int:

@@ -32,33 +32,27 @@ class Geometric:
 
 
 @dataclass(frozen=True)
-class HorizontalFlip(Geometric):
+class _Flip(Geometric):
+    p: float = 0.5
+    draws = 1
+    exact = True
+    axis = 0  # of the size
+
+    def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
+        flip = u[:, 0] < self.p
+        sign, shift = torch.where(flip, -1.0, 1.0), torch.where(flip, float(size[self.axis]), 0.0)
+        one, zero = torch.ones_like(sign), torch.zeros_like(sign)
+        return _diagonal(one, sign, zero, shift) if self.axis == 0 else _diagonal(sign, one, shift, zero)
+
+
+class HorizontalFlip(_Flip):
     """Mirror left and right with probability ``p``."""
 
-    p: float = 0.5
-    draws = 1
-    exact = True
-
-    def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
-        """Output to input coordinates."""
-        flip = u[:, 0] < self.p
-        sign = torch.where(flip, -1.0, 1.0)
-        return _diagonal(sign, torch.ones_like(sign), torch.where(flip, float(size[1]), 0.0), torch.zeros_like(sign))
+    axis = 1
 
 
-@dataclass(frozen=True)
-class VerticalFlip(Geometric):
+class VerticalFlip(_Flip):
     """Mirror top and bottom with probability ``p``."""
-
-    p: float = 0.5
-    draws = 1
-    exact = True
-
-    def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
-        """Output to input coordinates."""
-        flip = u[:, 0] < self.p
-        sign = torch.where(flip, -1.0, 1.0)
-        return _diagonal(torch.ones_like(sign), sign, torch.zeros_like(sign), torch.where(flip, float(size[0]), 0.0))
 
 
 @dataclass(frozen=True)
