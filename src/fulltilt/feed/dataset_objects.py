@@ -145,14 +145,12 @@ class Generators:
             yield
         finally:
             for generator, state in zip(self._every, before, strict=True):
-                if isinstance(generator, random.Random):
-                    generator.setstate(state)
-                elif isinstance(generator, torch.Generator):
+                if isinstance(generator, torch.Generator):
                     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
                 elif hasattr(generator, "bit_generator"):
                     generator.bit_generator.state = state
                 else:
-                    generator.set_state(state)
+                    generator.__setstate__(state)
 
 
 def _is_generator(item: Any) -> bool:
@@ -165,11 +163,9 @@ def _is_generator(item: Any) -> bool:
 
 
 def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state(legacy=False)
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.__getstate__()
 
 
 # --------------------------------------------------------------------------- attributes

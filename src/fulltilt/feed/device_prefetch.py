@@ -126,8 +126,13 @@ class DeviceBatches:
             buffer = torch.empty(shape, dtype=torch.uint8, pin_memory=cuda and by_thread)
         with contextlib.closing(supply.host_rows(batches, epoch, pool, buffer)) as assembled:
             for batch in assembled:
-                rows = batch.rows.to(self._device, non_blocking=by_thread, copy=True)
-                yield batch, rows, batch.draws.to(self._device, copy=True), batch.samples.to(self._device)
+                words = batch.rows.view(torch.int64).to(self._device, non_blocking=by_thread, copy=True)
+                yield (
+                    batch,
+                    words.view(torch.uint8),
+                    batch.draws.to(self._device, copy=True),
+                    batch.samples.to(self._device),
+                )
 
     def _leaves(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of a batch from its ``rows``, which nobody else uses."""

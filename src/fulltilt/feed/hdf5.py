@@ -29,10 +29,8 @@ from fulltilt.feed.worker_pool import WorkerPool, default_workers
 
 # Rows that are mixed with each other when they are streamed: a gigabyte of them, unless the user asks for more.
 MIXING_BYTES = 1024**3
-# Several batches are gathered at once, as long as they take no more than this, or no more than this share of a GPU's
-# memory: each gather costs the host a launch.
-AT_ONCE_BYTES = 128 * 1024**2
-AT_ONCE_SHARE = 1 / 512
+# Several batches are gathered at once, as long as they take no more than this: each gather costs the host a launch.
+AT_ONCE_BYTES = 256 * 1024**2
 # Compiled models copy what lies elsewhere.
 ALIGNMENT_BYTES = 16
 
@@ -98,8 +96,6 @@ class Hdf5Loader(PositionedLoader):
         per_group = (mixing_rows or MIXING_BYTES // source.row_bytes) // max(block.rows for block in self._blocks)
         self._per_group = max(1, min(len(self._blocks), per_group))
         self.mixing = sum(largest[: self._per_group]) if self.tier == "none" else source.samples
-        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-        self._at_once_bytes = max(AT_ONCE_BYTES, int(memory * AT_ONCE_SHARE))
         self._kept: tuple[list[torch.Tensor], torch.Tensor] | None = None
         self._idle: list[WorkerPool] = []
         self._upcoming: tuple[int, Future[torch.Tensor]] | None = None
@@ -267,7 +263,7 @@ class Hdf5Loader(PositionedLoader):
         """The entries ``starts`` of ``samples`` on the device, a batch at a time, as many at once as memory allows."""
         size = self.order.batch_size
         batch_bytes = size * samples[:1].numel() * samples.element_size()
-        at_once = 1 if batch_bytes % ALIGNMENT_BYTES else max(1, self._at_once_bytes // max(1, batch_bytes))
+        at_once = 1 if batch_bytes % ALIGNMENT_BYTES else max(1, AT_ONCE_BYTES // max(1, batch_bytes))
         for several in torch.split(starts, at_once * size):
             picked = samples.index_select(0, several)
             if self._where != self.device:

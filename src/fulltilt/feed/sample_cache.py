@@ -170,15 +170,11 @@ class SampleCache:
         if isinstance(store, DiskStore):
             changed = self._first_changed(store, spread(self.samples, CHECKED_SAMPLES))
             if changed is not None:
-                refused = f"the cache was refused: its sample {changed} is not what the data set returns"
-                deleted = store.delete_file()
+                store.delete_file()
                 store.close()
-                if deleted:
-                    self.notes.say(refused)
-                    store = self._open(model_has_run=model_has_run)
-                else:  # not ours to delete
-                    self.notes.say(f"{refused}; training goes on from the source")
-                    self.tier, store = "none", None
+                told = f"the cache was refused: its sample {changed} is not what the data set returns"
+                self._drop(f"{told}; training goes on from the source", fatal=False)
+                return
         self.store = store
 
     def lacking(self, batches: list[torch.Tensor]) -> torch.Tensor:
@@ -279,30 +275,19 @@ class SampleCache:
             good = ~self.bad.bad[sample_of(read)]
             read, rows = read[good], rows[good]
         # A batch that was asked for before there was a store goes into the one that has come since.
-        store = store or self.store
-        if store is not None and not store.on_device:
-            return self._gathered(store, self.bad.without_bad(asked), sample_of(read), rows, buffer)
-        draws = read if store is None else self.bad.without_bad(asked)
-        return HostRows(draws, rows, sample_of(read) if store is not None else read[:0], store)
-
-    def _gathered(
-        self,
-        store: Store,
-        draws: torch.Tensor,
-        read: torch.Tensor,
-        rows: torch.Tensor,
-        buffer: torch.Tensor,
-    ) -> HostRows:
+        if (store := store or self.store) is None:
+            return HostRows(read, rows, read[:0])
+        draws = self.bad.without_bad(asked)
+        if store.on_device:
+            return HostRows(draws, rows, sample_of(read), store)
         if len(read):
             try:
-                store.write(read, rows)
+                store.write(sample_of(read), rows)
             except CacheFull as full:
                 self._on_full(full)
         samples = sample_of(draws)
-        there = store.has(samples)
-        out = buffer[: len(samples)]
-        store.gather(samples, out)
-        for place in (~there).nonzero().flatten().tolist():  # the disk is full
+        out = store.gather(samples, buffer[: len(samples)])
+        for place in (~store.has(samples)).nonzero().flatten().tolist():  # the disk is full
             self._judge(self.reader.read(draws[place : place + 1], out[place : place + 1], 0))
         return HostRows(draws, out, samples[:0])
 

@@ -153,16 +153,14 @@ def _copy_all(source: Path, target: Path, files: list[_File]) -> int:
 
 def _missing(target: Path, files: list[_File]) -> list[_File]:
     """Files that are not in the copy, or are others: a copy has the size and time of its original once it is whole."""
-    missing = []
-    for file in files:
-        try:
+
+    def is_whole(file: _File) -> bool:
+        with contextlib.suppress(OSError):
             status = (target / _FILES / file[0]).lstat()
-        except OSError:
-            missing.append(file)
-        else:
-            if (status.st_size, status.st_mtime_ns) != file[1:]:
-                missing.append(file)
-    return missing
+            return (status.st_size, status.st_mtime_ns) == file[1:]
+        return False
+
+    return [file for file in files if not is_whole(file)]
 
 
 def _files_below(folder: Path, below: str = "", above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[_File]:

@@ -91,32 +91,29 @@ def read_record(path: Path, record: type[Record]) -> Record:
 
 def read_lines(path: Path, record: type[Record], every: int = 1) -> Iterator[Record]:
     """The records of a JSON-lines file, or every n-th; a torn last line is dropped. Raises RunFolderError."""
-    try:
-        with open_plain(path) as file:
-            for number, raw in enumerate(file, start=1):
-                if not raw.endswith(b"\n"):
-                    return  # torn by a kill; it was never complete
-                if number % every == 0:
-                    yield _decoded(record, raw, path, f"line {number}")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _cannot("read", path, error) from error
+    for number, line in enumerate(_whole_lines(path), start=1):
+        if number % every == 0:
+            yield _decoded(record, line, path, f"line {number}")
 
 
 def read_new_lines(path: Path, record: type[Record], offset: int) -> tuple[list[Record], int]:
     """The complete lines behind a byte offset, and the offset behind them: for following a file that grows."""
+    lines = list(_whole_lines(path, offset))
+    return [_decoded(record, line, path, f"behind byte {offset}") for line in lines], offset + sum(map(len, lines))
+
+
+def _whole_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
     try:
         with open_plain(path) as file:
             file.seek(offset)
-            data = file.read()
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # torn by a kill, or still being written; it was never complete
+                yield line
     except FileNotFoundError:
-        return [], offset
+        return
     except OSError as error:
         raise _cannot("read", path, error) from error
-    complete = data[: data.rfind(b"\n") + 1]
-    lines = complete.splitlines()
-    return [_decoded(record, line, path, f"behind byte {offset}") for line in lines], offset + len(complete)
 
 
 def _decoded(record: type[Record], line: bytes, path: Path, place: str) -> Record:
