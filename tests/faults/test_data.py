@@ -177,7 +177,7 @@ class LateOpened(EarlyOpened):
 
 @pytest.mark.parametrize("residency", ["none", "auto"])
 def test_a_handle_opened_before_the_fork_is_refused(residency: str, tmp_path: Path) -> None:
-    """Seen to fail: without `shared_handle` four workers read through one handle, and the run ends with code 0
+    """Seen to fail: without `refuse_shared_handle` four workers read through one handle, and the run ends with code 0
     whatever they have read."""
     path = hdf5_file(tmp_path / "rows.h5")
     code, _, told = run(tmp_path / "out", EarlyOpened(path), residency=residency, workers=4)
