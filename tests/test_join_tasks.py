@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from fulltilt import store
 from fulltilt.diagnosis import answer
-from fulltilt.errors import NotARunFolder
+from fulltilt.errors import NotARunFolder, UsageError
 from fulltilt.records import Buckets, RankRecord, RunRecord, Span, Task
 from tests.diagnosis.examples import machine
 
@@ -79,6 +80,17 @@ def test_tasks_that_begin_together_never_share_a_folder(tmp_path: Path) -> None:
         made = list(pool.map(lambda _: store.create_task_folder(out, "0-host"), range(64)))
     assert len(set(made)) == 64
     assert all(store.OwnedFolder(folder).path.is_dir() for folder in made)
+
+
+def test_a_run_that_another_machine_records_is_not_moved(tmp_path: Path) -> None:
+    folder = store.create_folder(tmp_path / "run")
+    run = RunRecord("train", (), "2026-01-01T10:00:00+00:00", machine(hostname="elsewhere"), "1")
+    store.write_json(folder / store.RUN_FILE, run)
+    samples = store.LineWriter(folder / store.SAMPLES_FILE)
+    with pytest.raises(UsageError, match="elsewhere is recording a run into"):
+        store.move_earlier_run(folder)
+    os.utime(samples.path, (1, 1))  # it has written nothing for long: it was killed
+    assert store.move_earlier_run(folder) == folder / "before-1"
 
 
 def test_a_lost_node_is_told_as_missing(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ import json
 import mmap
 import os
 import re
+import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fulltilt.errors import ForeignFiles, NotARunFolder, RunFolderError
+from fulltilt.errors import ForeignFiles, NotARunFolder, RunFolderError, UsageError
 from fulltilt.records import SCHEMA_VERSION, RankRecord, Run, RunRecord, Sample, Span
-from fulltilt.store.owned_folder import NO_FOLLOW, OwnedFolder, kind_of, open_plain, write_named_file
+from fulltilt.store.owned_folder import MARKER, NO_FOLLOW, OwnedFolder, kind_of, open_plain, write_named_file
 from fulltilt.store.record_json import decode, encode
 
 Record = TypeVar("Record")
@@ -247,6 +248,7 @@ def move_earlier_run(folder: Path) -> Path | None:
     owned = OwnedFolder(folder)
     if not owned.owns(RUN_FILE):
         return None
+    _refuse_run_elsewhere(folder)
     names = (f"before-{number}" for number in itertools.count(1))
     earlier = next(name for name in names if not os.path.lexists(folder / name))
     try:
@@ -256,6 +258,26 @@ def move_earlier_run(folder: Path) -> Path | None:
     except OSError as error:
         raise RunFolderError(f"cannot move the earlier run in {folder} to {earlier}: {error}") from error
     return folder / earlier
+
+
+# Whoever records a run appends a sample each second.
+_ALIVE_S = 10.0
+
+
+def _refuse_run_elsewhere(folder: Path) -> None:
+    """Raises UsageError where another machine records into this folder now: locks of a network folder may not tell.
+
+    Both times are the file system's own, whatever clock this machine has.
+    """
+    try:
+        earlier = read_record(folder / RUN_FILE, RunRecord)
+        os.utime(folder / MARKER)
+        now_s, last_s = ((folder / name).stat().st_mtime for name in (MARKER, SAMPLES_FILE))
+    except (RunFolderError, OSError):
+        return
+    host = earlier.machine.hostname
+    if earlier.state == "running" and host != socket.gethostname() and now_s - last_s < _ALIVE_S:
+        raise UsageError(f"{host} is recording a run into {folder}", "Wait for it, or choose another folder.")
 
 
 def _run_files(folder: Path) -> list[Path]:
