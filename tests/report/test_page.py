@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 import pytest
 
 from fulltilt.report import page
-from fulltilt.report.page_charts import nice_top, time_ticks
 from tests.report import examples
 
 ALL = ["starved", "healthy", "cpu_only", "crashed", "straggler", "running", "hostile"]
@@ -153,22 +152,6 @@ def test_a_million_steps_stay_small():
     long = replace(run, spans=(tuple(tape.spans),), samples=samples)
     html = page.render([(long, replace(diagnosis, ledger=ledger, throughput=throughput))])
     assert len(html.encode()) < 400_000
-
-
-@pytest.mark.parametrize(
-    ("highest", "top"), [(0, 1), (0.07, 0.08), (0.1, 0.1), (97, 100), (101, 200), (132, 200), (412, 500), (9.1e6, 1e7)]
-)
-def test_axes_end_on_round_figures(highest, top):
-    assert nice_top(highest) == pytest.approx(top)
-
-
-@pytest.mark.parametrize("wall_s", [0.004, 0.5, 3.1, 59, 61, 250, 3600, 40_000, 90_000, 4e6, 1e9])
-def test_time_axes_have_few_ticks_within_the_run(wall_s):
-    ticks = time_ticks(wall_s)
-    assert 1 <= len(ticks) <= 7
-    assert ticks[0] == (0, "0")
-    assert all(0 <= t_s <= wall_s * 1.0001 for t_s, _ in ticks)
-    assert len({label for _, label in ticks}) == len(ticks)
 
 
 def test_writing_replaces_the_page_whole(tmp_path):

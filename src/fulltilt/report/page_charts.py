@@ -5,27 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import groupby, pairwise
 from typing import Any
 
 from fulltilt import figures
 from fulltilt.diagnosis.ledger import launching_apart
-from fulltilt.records import BUCKETS, Buckets, Diagnosis, Ledger, Run
-from fulltilt.report import run_view, series
+from fulltilt.records import BUCKETS, Buckets, Diagnosis, GpuReading, Ledger, Run, Sample, Span
+from fulltilt.report import run_view
 from fulltilt.report.markup import Attribute, Markup, element
 from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS
 from fulltilt.report.run_view import Lane, StepPicture
-from fulltilt.report.series import Point, Slot
 
 # --------------------------------------------------------------------------- scales
-
-MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400
-TICKS_S: tuple[float, ...] = (
-    *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30),
-    *(MINUTE_S * n for n in (1, 2, 5, 10, 15, 30)),
-    *(HOUR_S * n for n in (1, 2, 3, 6, 12)),
-    *(DAY_S * n for n in (1, 2, 5, 10)),
-)
 
 
 def nice_top(highest: float) -> float:
@@ -34,30 +25,6 @@ def nice_top(highest: float) -> float:
         return 1.0
     magnitude = 10.0 ** math.floor(math.log10(highest))
     return next(step * magnitude for step in (1, 2, 3, 4, 5, 6, 8, 10, 20) if step * magnitude >= highest * 0.9999)
-
-
-def time_ticks(wall_s: float) -> list[tuple[float, str]]:
-    """At most six round moments of a run, with their labels."""
-    step_s = next((tick for tick in TICKS_S if wall_s / tick < 6), wall_s)
-    count = int(wall_s / step_s + 1e-9)
-    return [(i * step_s, _moment(i * step_s, step_s)) for i in range(count + 1)]
-
-
-def tick_label(value: float) -> str:
-    """A figure of an axis: as short as it can be."""
-    for limit, unit in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
-        if value >= limit:
-            return f"{value / (limit if unit != ' k' else 1e3):g}{unit}"
-    return f"{float(f'{value:.3g}'):g}"
-
-
-def _moment(t_s: float, step_s: float) -> str:
-    if t_s == 0:
-        return "0"
-    for unit_s, unit in ((DAY_S, "d"), (HOUR_S, "h"), (MINUTE_S, "min"), (1, "s")):
-        if step_s >= unit_s:
-            return f"{round(t_s / unit_s, 2):g} {unit}"
-    return f"{t_s * 1000:.0f} ms"
 
 
 # --------------------------------------------------------------------------- bars
@@ -197,20 +164,19 @@ def line_chart(
     if not lines:
         return None
     known = [(name, value * scale) for name, value in marks if value is not None]
-    highest = max(point.high for line in lines for point in line.points) * scale
+    highest = max(point.value for line in lines for point in line.points) * scale
     # A ceiling far above the data would flatten it; then it is only named.
     levels = [value for _, value in known if value <= max(highest, 1e-9) * 4]
     full = top or nice_top(max([highest, *levels]))
 
-    def place(point: Point, value: float) -> str:
+    def place(point: Point) -> str:
         x = round(min(max(point.t_s / wall_s, 0.0), 1.0) * GRAIN)
-        return f"{x},{round((1 - min(max(value * scale / full, 0.0), 1.0)) * GRAIN)}"
+        return f"{x},{round((1 - min(max(point.value * scale / full, 0.0), 1.0)) * GRAIN)}"
 
     began = [round(t_s / wall_s * GRAIN) for t_s in epochs_s]
     heights = [round((1 - value / full) * GRAIN) for value in levels]
     drawing = [
         *(element("path", d=f"M{x},0 {x},{GRAIN}", class_="epoch") for x in began),
-        *(_band(line, place) for line in lines),
         *(element("path", d=f"M0,{y} {GRAIN},{y}", class_="level") for y in heights),
         *(_stroke(line, place) for line in lines),
     ]
@@ -219,8 +185,7 @@ def line_chart(
     # The chart in words, for those who do not see it.
     ranges = []
     for line in lines:
-        low = figures.number(min(point.low for point in line.points) * scale)
-        high = figures.number(max(point.high for point in line.points) * scale)
+        low, high = (figures.number(edge(point.value for point in line.points) * scale) for edge in (min, max))
         ranges.append(f"{line.label} between {low} and {high} {unit}")
     spoken = f"{title} over {figures.seconds(wall_s)}: {'; '.join(ranges)}"
     return _figure(title, unit, legend, named, drawing, full, wall_s, spoken=spoken)
@@ -255,35 +220,15 @@ def ledger_chart(shares: Mapping[str, Sequence[float]], wall_s: float) -> Markup
 # --------------------------------------------------------------------------- drawing
 
 
-Place = Callable[[Point, float], str]
-
-
-def _runs(points: Sequence[Point]) -> list[list[Point]]:
-    """Points between gaps."""
-    runs: list[list[Point]] = []
-    for point in points:
+def _stroke(line: Line, place: Callable[[Point], str]) -> Markup:
+    runs: list[list[str]] = []  # points between gaps
+    for point in line.points:
         if point.new_line or not runs:
             runs.append([])
-        runs[-1].append(point)
-    return runs
-
-
-def _stroke(line: Line, place: Place) -> Markup:
-    runs = (" ".join(place(point, point.value) for point in run) for run in _runs(line.points))
+        runs[-1].append(place(point))
     # A lone point would have no length: a stroke to itself shows as a dot.
-    d = "".join(f"M{run}" if " " in run else f"M{run} {run}" for run in runs)
+    d = "".join(f"M{' '.join(run if len(run) > 1 else run * 2)}" for run in runs)
     return element("path", d=d, class_=f"stroke {line.colour}", data_label=line.label)
-
-
-def _band(line: Line, place: Place) -> Markup | None:
-    if all(point.low == point.high for point in line.points):
-        return None
-    shapes = []
-    for run in _runs(line.points):
-        upper = [place(point, point.high) for point in run]
-        lower = [place(point, point.low) for point in reversed(run)]
-        shapes.append(f"M{' '.join(upper + lower)}Z")
-    return element("path", d="".join(shapes), class_=f"band {line.colour}")
 
 
 def _staircase(values: Sequence[float], backwards: bool = False) -> str:
@@ -304,7 +249,7 @@ def _figure(
     unit: str,
     legend: Sequence[tuple[str, str]],
     named: Sequence[str],
-    drawing: Sequence[Markup | None],
+    drawing: Sequence[Markup],
     top: float,
     wall_s: float,
     *,
@@ -314,15 +259,14 @@ def _figure(
     levels = (0.0, 0.5, 1.0)
     grid = [element("line", x2="100%", y1=y, y2=y, class_="grid") for level in levels for y in [level * HEIGHT]]
     ticks = []
-    for t_s, label in time_ticks(wall_s):
-        anchor = "start" if t_s == 0 else "end" if t_s / wall_s > 0.95 else "middle"
-        x = f"{t_s / wall_s * 100:.2f}%"
-        ticks.append(element("text", label, x=x, y=HEIGHT + AXIS_HEIGHT - 4, text_anchor=anchor))
+    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        place: dict[str, Attribute] = {"x": f"{share:.0%}", "y": HEIGHT + AXIS_HEIGHT - 4, "text_anchor": anchor}
+        ticks.append(element("text", figures.seconds(share * wall_s), **place))
     box: dict[str, Attribute] = {"viewBox": f"0 0 {GRAIN} {GRAIN}", "preserveAspectRatio": "none"}
     inner = element("svg", drawing, width="100%", height=HEIGHT, class_="drawing", **box)
     size: dict[str, Attribute] = {"width": "100%", "height": HEIGHT + AXIS_HEIGHT}
     plot = element("svg", grid, inner, ticks, class_="plot", role="img", aria_label=spoken, **size)
-    labels = [element("span", tick_label(top * (1 - level)) + tick_unit) for level in levels]
+    labels = [element("span", figures.number(top * (1 - level)) + tick_unit) for level in levels]
     keys = [element("span", swatch(colour), label) for colour, label in legend] if len(legend) > 1 else []
     keys += [element("span", element("i", class_="dash"), text) for text in named]
     return element(
@@ -337,6 +281,92 @@ def _figure(
     )
 
 
+# --------------------------------------------------------------------------- figures over time, thinned for drawing
+
+# A chart is some 700 pixels wide: more points than this cannot be seen, only downloaded.
+POINTS = 150
+# Workers hand over their batches together: one step then seems to take no time, and the next one twice its time.
+STEPS_A_RATE = 8
+
+# When a reading begins and ends, its amount, and what that is divided by.
+Reading = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point of a line: the mean over a stretch of time. ``new_line``: there is a gap before it."""
+
+    t_s: float
+    value: float
+    new_line: bool = False
+
+
+def thinned(readings: Iterable[Reading], wall_s: float, points: int = POINTS) -> tuple[Point, ...]:
+    """One point for all readings that end in the same of ``points`` equal parts of the wall time."""
+    drawn: list[Point] = []
+    ended_s = -math.inf
+    for _, group in groupby(readings, key=lambda reading: min(int(reading[1] * points / wall_s), points - 1)):
+        begins, ends, amounts, sizes = zip(*group, strict=True)
+        # Half a point of slack: clocks are rounded when they are stored.
+        gap = begins[0] - ended_s > (ends[-1] - begins[0]) / 2
+        drawn.append(Point((begins[0] + ends[-1]) / 2, sum(amounts) / sum(sizes), new_line=gap))
+        ended_s = ends[-1]
+    return tuple(drawn)
+
+
+def throughput(spans: Iterable[Span], wall_s: float) -> tuple[Point, ...]:
+    """Samples per second of one rank while it was stepping, over several steps each: batches may come in bursts."""
+    counted = [span for span in spans if span.steps > 0 and span.samples is not None and span.t1_s > span.t0_s]
+    rates = sum(span.steps for span in counted) / STEPS_A_RATE
+    rate_s = sum(span.t1_s - span.t0_s for span in counted) / max(rates, 1.0)
+    points = max(min(int(wall_s / rate_s), POINTS), 1) if counted else 1
+    return thinned(((s.t0_s, s.t1_s, s.samples or 0, s.t1_s - s.t0_s) for s in counted), wall_s, points)
+
+
+def data_wait(spans: Iterable[Span], wall_s: float) -> tuple[Point, ...]:
+    """Seconds of data wait in each step of one rank."""
+    return thinned(((s.t0_s, s.t1_s, s.buckets.data_wait_s, s.steps) for s in spans if s.steps > 0), wall_s)
+
+
+def ledger_over_time(spans: Sequence[Span], wall_s: float, bins: int = POINTS) -> dict[str, tuple[float, ...]]:
+    """The share of each bucket that occurs, in ``bins`` equal slices of the wall time."""
+    width_s = wall_s / bins
+    slices = {name: [0.0] * bins for name in BUCKETS}
+    for span in spans:
+        length_s = span.t1_s - span.t0_s
+        if length_s <= 0:
+            continue
+        amounts = [(slices[name], amount) for name in BUCKETS if (amount := getattr(span.buckets, name)) > 0]
+        for i in range(max(int(span.t0_s / width_s), 0), min(int(span.t1_s / width_s), bins - 1) + 1):
+            overlap_s = min(span.t1_s, (i + 1) * width_s) - max(span.t0_s, i * width_s)
+            for column, amount in amounts:
+                column[i] += amount / length_s * overlap_s / width_s
+    return {name: tuple(column) for name, column in slices.items() if any(share > 1e-9 for share in column)}
+
+
+def epoch_starts(spans: Iterable[Span]) -> tuple[float, ...]:
+    """When each epoch but the first began."""
+    return tuple(after.t0_s for before, after in pairwise(spans) if after.epoch > before.epoch)
+
+
+# A sample with the time that it describes: since the one before.
+Timed = tuple[float, float, Sample]
+
+
+def timed(samples: Sequence[Sample]) -> list[Timed]:
+    """The samples of the first machine: those of several follow one another, each from its start on."""
+    later = (place for place in range(1, len(samples)) if samples[place].t_s < samples[place - 1].t_s)
+    samples = samples[: next(later, len(samples))]
+    moments = [sample.t_s for sample in samples]
+    first_s = max(2 * moments[0] - moments[1], 0.0) if len(moments) > 1 else sum(moments)
+    return list(zip([first_s, *moments[:-1]], moments, samples, strict=False))
+
+
+def wall_seconds(run: Run, ledger_wall_s: float) -> float:
+    """The length of the time axis: the ledger's wall time, or the moment of the last sample."""
+    return max([ledger_wall_s, *(sample.t_s for sample in run.samples[-1:])])
+
+
 # --------------------------------------------------------------------------- the run over time
 
 GIB = 1 / (1 << 30)
@@ -344,63 +374,69 @@ MB = 1e-6
 # More than this many GPUs are charted elsewhere (`fulltilt watch`); a page must stay a page.
 MOST_GPUS = 16
 MOST_EPOCHS = 40
-# These charts are half as wide as those of the steps.
-POINTS = 90
 
 
 def step_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     """Throughput, data wait and the ledger over time, of the first rank."""
-    wall_s = series.wall_seconds(run, diagnosis.ledger.wall_s)
+    wall_s = wall_seconds(run, diagnosis.ledger.wall_s)
     if not run.spans or not run.ranks or diagnosis.throughput.steps == 0 or wall_s <= 0:
         return []
     spans = launching_apart(run.ranks[0], run.spans[0])
     of_rank = f", rank {run.ranks[0].rank}" if len(run.ranks) > 1 else ""
-    epochs_s = series.epoch_starts(spans)
+    epochs_s = epoch_starts(spans)
     epochs_s = epochs_s if len(epochs_s) <= MOST_EPOCHS else ()
     compute, loader = diagnosis.ceilings.compute_samples_per_s, diagnosis.ceilings.loader_samples_per_s
     marks = () if of_rank else (("compute ceiling", compute), ("loader ceiling", loader))
-    speed = [Line("throughput", "c-compute", series.throughput(spans, wall_s))]
-    wait = [Line("data wait", "c-data", series.data_wait(spans, wall_s))]
+    speed = [Line("throughput", "c-compute", throughput(spans, wall_s))]
+    wait = [Line("data wait", "c-data", data_wait(spans, wall_s))]
     charts = [
         line_chart(f"Throughput{of_rank}", "samples/s", speed, wall_s, marks=marks, epochs_s=epochs_s),
         line_chart(f"Data wait{of_rank}", "ms a step", wait, wall_s, scale=1000.0, epochs_s=epochs_s),
-        ledger_chart(series.ledger_over_time(spans, wall_s), wall_s),
+        ledger_chart(ledger_over_time(spans, wall_s), wall_s),
     ]
     return [chart for chart in charts if chart is not None]
 
 
 def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     """GPU, CPU, memory and disk over time, as far as they were measured."""
-    wall_s = series.wall_seconds(run, diagnosis.ledger.wall_s)
+    wall_s = wall_seconds(run, diagnosis.ledger.wall_s)
     if wall_s <= 0:
         return []
-    samples = series.of_first_machine(run.samples)
-    slots = series.slots(samples, wall_s, POINTS)
+    samples = timed(run.samples)
     machine = run.run.machine
     charts: list[Markup | None] = []
 
-    def add(title: str, unit: str, slots: list[Slot[Any]], *lines: tuple[str, str, str], **options: Any) -> None:
+    def add(title: str, unit: str, readings: list[Any], *lines: tuple[str, str, str], **options: Any) -> None:
         """A chart of figures of the readings, each a label, a colour and the name of the figure."""
-        drawn = [Line(label, colour, series.readings(slots, attrgetter(name))) for label, colour, name in lines]
+        drawn = []
+        for label, colour, name in lines:
+            known = ((t0_s, t1_s, getattr(reading, name)) for t0_s, t1_s, reading in readings)
+            points = thinned(((*times, value, 1.0) for *times, value in known if value is not None), wall_s)
+            drawn.append(Line(label, colour, points))
         charts.append(line_chart(title, unit, drawn, wall_s, **options))
 
-    gpus = {gpu.uuid: gpu for sample in samples for gpu in sample.gpus}
-    for gpu in list(gpus.values())[:MOST_GPUS]:
-        name, own = f"GPU {gpu.index}", series.of_gpu(slots, gpu.uuid)
+    hosts = [(t0_s, t1_s, sample.host) for t0_s, t1_s, sample in samples]
+    gpus: dict[str, list[tuple[float, float, GpuReading]]] = {}
+    for t0_s, t1_s, sample in samples:
+        for gpu in sample.gpus:
+            gpus.setdefault(gpu.uuid, []).append((t0_s, t1_s, gpu))
+    for own in list(gpus.values())[:MOST_GPUS]:
+        gpu = own[-1][2]
+        name = f"GPU {gpu.index}"
         use = (("some kernel ran", "c-compute", "util_pct"), ("SM active", "c-second", "sm_active_pct"))
         vram_gib = gpu.vram_total_bytes * GIB if gpu.vram_total_bytes else None
         add(f"{name} use", "%", own, *use, top=100.0)
         add(f"{name} memory", "GiB", own, ("used", "c-compute", "vram_used_bytes"), scale=GIB, top=vram_gib)
         add(f"{name} power", "W", own, ("power", "c-compute", "power_w"), marks=[("limit", gpu.power_limit_w)])
-    job = ("CPUs", "c-second", "host.tree_cpu_pct")
-    cpu = (("busy", "c-second", "host.cpu_pct"), ("waiting on storage", "c-data", "host.iowait_pct"))
-    memory = (("this job", "c-second", "host.tree_pss_bytes"), ("in use altogether", "c-grey", "host.mem_used_bytes"))
-    disk = (("read", "c-second", "host.disk_read_bytes_per_s"), ("written", "c-data", "host.disk_write_bytes_per_s"))
+    job = ("CPUs", "c-second", "tree_cpu_pct")
+    cpu = (("busy", "c-second", "cpu_pct"), ("waiting on storage", "c-data", "iowait_pct"))
+    memory = (("this job", "c-second", "tree_pss_bytes"), ("in use altogether", "c-grey", "mem_used_bytes"))
+    disk = (("read", "c-second", "disk_read_bytes_per_s"), ("written", "c-data", "disk_write_bytes_per_s"))
     limit_bytes = machine.mem_limit_bytes or machine.mem_total_bytes
-    add("CPUs used by the job", "CPUs", slots, job, scale=0.01, marks=[("usable", machine.cpu.usable * 100)])
-    add("CPU of the whole machine", "%", slots, *cpu, top=100.0)
-    add("Memory", "GiB", slots, *memory, scale=GIB, marks=[("limit", limit_bytes)])
-    add("Disk", "MB/s", slots, *disk, scale=MB)
+    add("CPUs used by the job", "CPUs", hosts, job, scale=0.01, marks=[("usable", machine.cpu.usable * 100)])
+    add("CPU of the whole machine", "%", hosts, *cpu, top=100.0)
+    add("Memory", "GiB", hosts, *memory, scale=GIB, marks=[("limit", limit_bytes)])
+    add("Disk", "MB/s", hosts, *disk, scale=MB)
     return [chart for chart in charts if chart is not None]
 
 
