@@ -82,10 +82,3 @@ def test_of_several_machines_the_first_is_drawn():
 )
 def test_axes_end_on_round_figures(highest, top):
     assert page_charts.nice_top(highest) == pytest.approx(top)
-
-
-def test_epochs_begin_where_the_number_changes():
-    run, _ = examples.starved()
-    starts = page_charts.epoch_starts(run.spans[0])
-    assert len(starts) == 2
-    assert all(any(span.t0_s == t_s for span in run.spans[0]) for t_s in starts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 from fulltilt import figures
@@ -153,7 +153,6 @@ def line_chart(
     scale: float = 1.0,
     top: float | None = None,
     marks: Sequence[tuple[str, float | None]] = (),
-    epochs_s: Sequence[float] = (),
 ) -> Markup | None:
     """The chart, or None when there is nothing to draw.
 
@@ -173,10 +172,8 @@ def line_chart(
         x = round(min(max(point.t_s / wall_s, 0.0), 1.0) * GRAIN)
         return f"{x},{round((1 - min(max(point.value * scale / full, 0.0), 1.0)) * GRAIN)}"
 
-    began = [round(t_s / wall_s * GRAIN) for t_s in epochs_s]
     heights = [round((1 - value / full) * GRAIN) for value in levels]
     drawing = [
-        *(element("path", d=f"M{x},0 {x},{GRAIN}", class_="epoch") for x in began),
         *(element("path", d=f"M0,{y} {GRAIN},{y}", class_="level") for y in heights),
         *(_stroke(line, place) for line in lines),
     ]
@@ -344,11 +341,6 @@ def ledger_over_time(spans: Sequence[Span], wall_s: float, bins: int = POINTS) -
     return {name: tuple(column) for name, column in slices.items() if any(share > 1e-9 for share in column)}
 
 
-def epoch_starts(spans: Iterable[Span]) -> tuple[float, ...]:
-    """When each epoch but the first began."""
-    return tuple(after.t0_s for before, after in pairwise(spans) if after.epoch > before.epoch)
-
-
 # A sample with the time that it describes: since the one before.
 Timed = tuple[float, float, Sample]
 
@@ -373,7 +365,6 @@ GIB = 1 / (1 << 30)
 MB = 1e-6
 # More than this many GPUs are charted elsewhere (`fulltilt watch`); a page must stay a page.
 MOST_GPUS = 16
-MOST_EPOCHS = 40
 
 
 def step_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
@@ -383,15 +374,13 @@ def step_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
         return []
     spans = launching_apart(run.ranks[0], run.spans[0])
     of_rank = f", rank {run.ranks[0].rank}" if len(run.ranks) > 1 else ""
-    epochs_s = epoch_starts(spans)
-    epochs_s = epochs_s if len(epochs_s) <= MOST_EPOCHS else ()
     compute, loader = diagnosis.ceilings.compute_samples_per_s, diagnosis.ceilings.loader_samples_per_s
     marks = () if of_rank else (("compute ceiling", compute), ("loader ceiling", loader))
     speed = [Line("throughput", "c-compute", throughput(spans, wall_s))]
     wait = [Line("data wait", "c-data", data_wait(spans, wall_s))]
     charts = [
-        line_chart(f"Throughput{of_rank}", "samples/s", speed, wall_s, marks=marks, epochs_s=epochs_s),
-        line_chart(f"Data wait{of_rank}", "ms a step", wait, wall_s, scale=1000.0, epochs_s=epochs_s),
+        line_chart(f"Throughput{of_rank}", "samples/s", speed, wall_s, marks=marks),
+        line_chart(f"Data wait{of_rank}", "ms a step", wait, wall_s, scale=1000.0),
         ledger_chart(ledger_over_time(spans, wall_s), wall_s),
     ]
     return [chart for chart in charts if chart is not None]

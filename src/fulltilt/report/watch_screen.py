@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,25 +57,23 @@ class WatchView:
         return self.samples[-1] if self.samples else Sample(0.0, HostReading())
 
 
-def series(
-    label: str, values: Sequence[float | None], style: str, width: int, rows: int, note: str | None = None
+def chart(
+    label: str,
+    figure: str,
+    values: Sequence[float | None],
+    style: str,
+    width: int,
+    note: str | Text = "",
+    rows: int = 1,
+    top: float = 100.0,
 ) -> list[Text]:
-    """A chart of per cents with its newest figure at the left, and below that a note (otherwise the mean)."""
-    charts = chart_rows(values, max(0, width - LABEL_WIDTH), rows, 100.0)
-    if note is None:
-        known = [value for value in values[-max(1, width - LABEL_WIDTH) :] if value is not None]
-        note = f"mean {sum(known) / len(known):>5.0f} %" if known else ""
-    heads = [
-        label_text(label, values[-1] if values else None),
-        Text(note[: LABEL_WIDTH - 1].ljust(LABEL_WIDTH), DIM),
-        *(Text(" " * LABEL_WIDTH) for _ in charts),
-    ]
-    return [head.append(chart, f"not dim {style}") for head, chart in zip(heads, charts, strict=False)]
-
-
-def label_text(label: str, pct: float | None) -> Text:
-    """The left margin of a chart: its name and its figure."""
-    return Text(f"{label:<6}{figures.pct(pct):>6}".ljust(LABEL_WIDTH))
+    """A chart of ``rows`` lines behind its name and newest figure; a note stands at the right."""
+    note = Text(note) if isinstance(note, str) else note
+    drawn = chart_rows(values, max(0, width - LABEL_WIDTH - note.cell_len), rows, top)
+    heads = [label.ljust(12 - len(figure)) + figure, *[""] * (rows - 1)]
+    lines = [Text(head.ljust(LABEL_WIDTH)).append(row, style) for head, row in zip(heads, drawn, strict=True)]
+    lines[0].append_text(note)
+    return lines
 
 
 def spread(left: Text, right: Text, width: int) -> Text:
@@ -86,20 +83,6 @@ def spread(left: Text, right: Text, width: int) -> Text:
         return left
     left.truncate(room, overflow="ellipsis")
     return Text.assemble(left, " " * (width - left.cell_len - right.cell_len), right)
-
-
-def side_by_side(blocks: Sequence[list[Text]], width: int) -> list[Text]:
-    """Blocks of lines in columns of that width."""
-    lines = []
-    for row in itertools.zip_longest(*blocks, fillvalue=Text()):
-        line = Text()
-        for text in row[:-1]:
-            padded = text.copy()
-            padded.truncate(width)
-            padded.pad_right(width + 2 - padded.cell_len)
-            line.append_text(padded)
-        lines.append(line.append_text(row[-1].copy()))
-    return lines
 
 
 # --------------------------------------------------------------------------- jobs
@@ -155,20 +138,25 @@ BUSY, SM, VRAM = "#2b6cd4", "#0e9a78", "#9a6fd0"
 _HOT_MARGIN_C = preflight.LIMITS.temperature_margin_c
 
 
-def gpu_block(view: WatchView, place: int, width: int, rows: int) -> list[Text]:
-    """The GPU at that place: its state, and charts of ``rows`` lines each."""
+def gpu_lines(view: WatchView, place: int, width: int, rows: int) -> list[Text]:
+    """The GPU at that place: its state, and charts of ``rows`` lines each; with 0 all in one line, for many GPUs."""
     gpu = view.now.gpus[place]
     past = [sample.gpus[place] if place < len(sample.gpus) else None for sample in view.samples]
-    name = Text(f"GPU {gpu.index}", HEAD).append(f"  {clean(gpu.name)}", PLAIN)
     busy = [reading.util_pct if reading else None for reading in past]
-    lines = [spread(name, _gpu_state(gpu), width), *series("busy", busy, BUSY, width, rows)]
+    held = [_vram_pct(reading) if reading else None for reading in past]
+    if not rows:
+        note = Text(f"  VRAM {figures.pct(held[-1]):>5}  ")
+        note.append_text(Text("lost", "bold red") if gpu.lost else Text(figures.celsius(gpu.temperature_c), _heat(gpu)))
+        return chart(f"GPU {gpu.index}", figures.pct(gpu.util_pct), busy, BUSY, width, note)
+    used, total = gpu.vram_used_bytes, gpu.vram_total_bytes
+    vram = f"  {used / GIB:.1f}/{total / GIB:.0f} GiB" if used is not None and total else ""
+    name = Text(f"GPU {gpu.index}", HEAD).append(f"  {clean(gpu.name)}{vram}", PLAIN)
+    lines = [spread(name, _gpu_state(gpu), width)]
+    lines += chart("busy", figures.pct(gpu.util_pct), busy, BUSY, width, rows=rows)
     active = [reading.sm_active_pct if reading else None for reading in past]
     if any(value is not None for value in active):
-        lines += series("SM", active, SM, width, rows)
-    held = [_vram_pct(reading) if reading else None for reading in past]
-    used, total = gpu.vram_used_bytes, gpu.vram_total_bytes
-    note = f"{used / GIB:.1f}/{total / GIB:.0f} GiB" if used is not None and total else ""
-    return lines + series("VRAM", held, VRAM, width, rows, note)
+        lines += chart("SM", figures.pct(gpu.sm_active_pct), active, SM, width, rows=rows)
+    return lines + chart("VRAM", figures.pct(held[-1]), held, VRAM, width, rows=rows)
 
 
 def _gpu_state(gpu: GpuReading) -> Text:
@@ -195,19 +183,6 @@ def _heat(gpu: GpuReading) -> str:
     return "bold red" if margin <= 0 else "bold yellow" if margin < _HOT_MARGIN_C else "green"
 
 
-def gpu_line(view: WatchView, place: int, width: int) -> Text:
-    """One GPU in one line, for many GPUs in a small window."""
-    gpu = view.now.gpus[place]
-    left = Text(f"GPU {gpu.index:<2}", HEAD)
-    left.append(f" {figures.pct(gpu.util_pct):>5} ", "not bold " + BUSY)
-    held = "VRAM " + figures.pct(_vram_pct(gpu))
-    heat = Text("lost", "bold red") if gpu.lost else Text(figures.celsius(gpu.temperature_c), _heat(gpu))
-    right = Text(f"  {held:>10}  ").append_text(heat)
-    past = [sample.gpus[place].util_pct if place < len(sample.gpus) else None for sample in view.samples]
-    room = max(0, width - left.cell_len - right.cell_len)
-    return left.append(chart_rows(past, room, 1, 100.0)[0], BUSY).append_text(right)
-
-
 def _vram_pct(gpu: GpuReading) -> float | None:
     if gpu.vram_used_bytes is None or not gpu.vram_total_bytes:
         return None
@@ -219,7 +194,7 @@ def _vram_pct(gpu: GpuReading) -> float | None:
 CPU, RAM, DISK = "#d96a0b", "#b5596a", "#5f8f4e"
 
 
-def host_block(view: WatchView, width: int, rows: int) -> list[Text]:
+def host_lines(view: WatchView, width: int, rows: int) -> list[Text]:
     """The host, with a chart of its CPU use of ``rows`` lines."""
     host, past = view.now.host, [sample.host for sample in view.samples]
     facts = []
@@ -229,72 +204,38 @@ def host_block(view: WatchView, width: int, rows: int) -> list[Text]:
         facts.append(f"load {host.load_1min:.1f}")
     if host.iowait_pct is not None:
         facts.append(f"I/O wait {host.iowait_pct:.0f} %")
-    return [
-        spread(Text("host", HEAD), Text("  ".join(facts)), width),
-        *series("CPU", [reading.cpu_pct for reading in past], CPU, width, rows),
-        *core_lines(host.cpu_per_core_pct or (), width),
-        _ram_line(view, width),
-        _disk_line([reading.disk_read_bytes_per_s for reading in past], width),
-    ]
-
-
-def core_lines(cores: Sequence[float], width: int) -> list[Text]:
-    """Each core as a character, in as many lines as that takes."""
-    room = max(width - LABEL_WIDTH, 1)
-    rows = [cores[start : start + room] for start in range(0, len(cores), room)]
-    return [
-        Text(("" if place else "cores").ljust(LABEL_WIDTH)).append(chart_rows(row, len(row), 1, 100.0)[0], CPU)
-        for place, row in enumerate(rows)
-    ]
-
-
-def _ram_line(view: WatchView, width: int) -> Text:
-    """Memory in use over time, of what the machine or the container's limit has."""
-    host = view.now.host
+    lines = [spread(Text("host", HEAD), Text("  ".join(facts)), width)]
+    lines += chart("CPU", figures.pct(host.cpu_pct), [reading.cpu_pct for reading in past], CPU, width, rows=rows)
+    cores, room = host.cpu_per_core_pct or (), max(width - LABEL_WIDTH, 1)
+    for start in range(0, len(cores), room):
+        row = cores[start : start + room]
+        lines += chart("" if start else "cores", "", row, CPU, LABEL_WIDTH + len(row))
+    # Of what the machine or the container's limit has.
     total = host.mem_limit_bytes or host.mem_total_bytes
     if host.mem_used_bytes is None or not total:
-        return label_text("RAM", None)
-    right = f" {used_of(host.mem_used_bytes, total)}" + (" (limit)" if host.mem_limit_bytes else "")
-    used = [sample.host.mem_used_bytes for sample in view.samples]
-    chart = chart_rows(used, max(0, width - LABEL_WIDTH - len(right)), 1, total)[0]
-    return label_text("RAM", 100 * host.mem_used_bytes / total).append(chart, RAM).append(right)
-
-
-def _disk_line(read: Sequence[float | None], width: int) -> Text:
-    """Reads, scaled to the highest rate on the screen."""
-    room = width - LABEL_WIDTH
-    top = max((value for value in read[-max(0, room) :] if value is not None), default=0.0)
-    now = read[-1] if read else None
-    line = Text("disk reads".ljust(LABEL_WIDTH))
-    highest = f" {size(now)}/s, at most {size(top)}/s"
-    line.append(chart_rows(read, max(0, room - len(highest)), 1, max(top, 1e6))[0], DISK)
-    return line.append(highest)
+        lines.append(Text("RAM"))
+    else:
+        note = f" {used_of(host.mem_used_bytes, total)}" + (" (limit)" if host.mem_limit_bytes else "")
+        used = [reading.mem_used_bytes for reading in past]
+        lines += chart("RAM", figures.pct(100 * host.mem_used_bytes / total), used, RAM, width, note, top=total)
+    read = [reading.disk_read_bytes_per_s for reading in past]
+    top = max((value for value in read[-max(0, width - LABEL_WIDTH) :] if value is not None), default=0.0)
+    note = f" {size(read[-1] if read else None)}/s, at most {size(top)}/s"
+    return lines + chart("disk reads", "", read, DISK, width, note, top=max(top, 1e6))
 
 
 # --------------------------------------------------------------------------- the screen
 
-_GPU_WIDTH = 76  # below this a GPU's figures do not fit beside its name, and a chart is too short to show a trend
 _JOB_ROWS = 4
-
-
-# Rows of each chart, blank lines between the parts, and whether each GPU gets one line only; the roomiest first.
-Layout = tuple[int, int, bool]
-_LAYOUTS: tuple[Layout, ...] = (
-    *((rows, 1, False) for rows in (12, 9, 7, 5, 4, 3, 2)),
-    (2, 0, False),
-    (1, 1, False),
-    (1, 0, False),
-    (1, 1, True),
-    (1, 0, True),
-)
+# Rows of each chart, the roomiest first; 0: a line for each GPU.
+_ROWS = (12, 9, 7, 5, 4, 3, 2, 1, 0)
 
 
 def watch_lines(view: WatchView, width: int, height: int) -> list[Text]:
     """The screen as at most ``height`` lines of at most ``width`` cells, in the roomiest layout that fits."""
     jobs = 2 + min(max(1, len(view.jobs)), _JOB_ROWS)
-    for layout in _LAYOUTS:
-        blank = [Text()] * layout[1]
-        lines = [*_machine(view, width, *layout), *blank]
+    for rows in _ROWS:
+        lines = [*_machine(view, width, rows), Text()]
         if len(lines) + jobs <= height:
             break
     lines += job_lines(view, width, max(0, height - len(lines)))
@@ -306,22 +247,15 @@ def watch_lines(view: WatchView, width: int, height: int) -> list[Text]:
     return lines[:height]
 
 
-def _machine(view: WatchView, width: int, rows: int, gap: int, compact: bool) -> list[Text]:
+def _machine(view: WatchView, width: int, rows: int) -> list[Text]:
     """Everything above the jobs."""
-    blank = [Text()] * gap
-    gpus = range(len(view.now.gpus))
     left = Text("fulltilt watch", HEAD).append(clean(f"  {view.hostname}  {view.clock}"), PLAIN)
     recording = "" if view.recording is None else f"recording to {clean(view.recording)}, "
-    lines = [spread(left, Text(f"{recording}every {view.interval_s:g} s, q quits", DIM), width)]
+    lines = [spread(left, Text(f"{recording}every {view.interval_s:g} s, q quits", DIM), width), Text()]
+    gpus = range(len(view.now.gpus))
     if not gpus:
-        lines += [*blank, Text("no GPU", HEAD).append(f"  {clean(view.why_no_gpu or 'none was found')}", PLAIN)]
-    elif compact:
-        lines += [*blank, *(gpu_line(view, place, width) for place in gpus)]
-    else:
-        columns = max(1, min(len(gpus), width // _GPU_WIDTH))
-        column_width = (width - 2 * (columns - 1)) // columns
-        for first in gpus[::columns]:
-            blocks = [gpu_block(view, place, column_width, rows) for place in gpus[first : first + columns]]
-            lines += [*blank, *side_by_side(blocks, column_width)]
+        lines.append(Text("no GPU", HEAD).append(f"  {clean(view.why_no_gpu or 'none was found')}", PLAIN))
+    for place in gpus:
+        lines += gpu_lines(view, place, width, rows)
     # The host's chart is the largest only where there is no GPU.
-    return [*lines, *blank, *host_block(view, width, min(rows, 3) if gpus else rows)]
+    return [*lines, Text(), *host_lines(view, width, max(min(rows, 3) if gpus else rows, 1))]
