@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fulltilt.diagnosis.libraries import LIBRARIES, library_of, loader_call, worker_setting
+from fulltilt.diagnosis.libraries import LIBRARIES, library_of, loader_call, setting_name
 from fulltilt.records import HotLine
 from tests.diagnosis.examples import loader
 
@@ -25,8 +25,8 @@ def test_settings_are_written_in_the_librarys_words(library: str, written: str |
 
 
 def test_the_setting_for_workers_has_the_librarys_name() -> None:
-    assert worker_setting(loader(made_by="ultralytics")) == "workers"
-    assert worker_setting(loader(made_by=None)) == "num_workers"
+    assert setting_name(loader(made_by="ultralytics"), "num_workers") == "workers"
+    assert setting_name(loader(made_by=None), "num_workers") == "num_workers"
 
 
 def test_a_line_inside_of_a_library_is_known() -> None:

@@ -331,7 +331,7 @@ def test_what_lies_in_memory_is_not_advised_workers() -> None:
 
     assert "workers" not in advice(num_workers=2, residency="auto")
     assert "workers" not in advice(num_workers=0, residency="auto")
-    assert "workers: 2 in the training's settings" in advice(num_workers=0, residency="none")
+    assert "workers=2 in the training's settings" in advice(num_workers=0, residency="none")
 
 
 def test_an_ordinary_validation_is_left_alone() -> None:

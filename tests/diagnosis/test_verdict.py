@@ -176,7 +176,7 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
             "compute_bound",
             "Compute-bound: 96 % of the time after start-up is compute; 320 samples/s, 96 % of the compute "
             "ceiling; it was killed by "
-            "SIGKILL after at least 1,000 steps; for the last 40 s before that it made none: it waited for data.",
+            "SIGKILL after at least 1,000 steps; for the last 40 s before that it made none: waiting for data.",
         ),
         (
             run_of(

@@ -364,7 +364,7 @@ def test_little_gpu_use_is_told_once_for_each_cause(tmp_path: Path, monkeypatch:
     told = idle.pass_by(21, data_wait_s=0.9, host_code_s=0.1)
     assert told.splitlines()[:3] == [
         "warning: GPU utilization is low (11 %)",
-        "  - most likely: training waits for data (90 % of the training time)",
+        "  - most likely: waiting for data takes 90 % of the training time",
         "  - increase workers (current: 0)",
     ]
     settings = "batch_size 8192, accumulation 1, workers 0, prefetch 4, residency auto, precision bf16, compile False"

@@ -70,7 +70,7 @@ Judgement = Finding | Abstention | None
 Severity = Literal["info", "warn", "severe"]
 
 
-# Where time is spent, as a rank's or a step's work is told.
+# What time goes into.
 BUCKET_WORDS = {
     "data_wait_s": "waiting for data",
     "transfer_s": "copying to the GPU",
@@ -81,6 +81,7 @@ BUCKET_WORDS = {
     "checkpoint_s": "saving",
     "epoch_turnover_s": "starting passes",
     "communication_s": "the exchange between ranks",
+    "unattributed_s": "time that could not be told apart",
 }
 
 
@@ -207,10 +208,6 @@ def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -
     but = f" ({'; '.join(differ)})" if differ else ""
     if (theirs := loader_call(loader.made_by or "", changes)) is not None:
         return theirs + but
-    if loader.made_by == "fulltilt":  # the engine keeps its workers alive and pins by itself
-        names = {"num_workers": "workers", "prefetch_factor": "prefetch"}
-        settings = ", ".join(f"{names[name]}: {value}" for name, value in changes.items() if name in names)
-        return f"{settings} in the training's settings"
     if evidence.on_gpu and not loader.pin_memory:
         changes = {**changes, "pin_memory": True}
     call = f"DataLoader(..., {', '.join(f'{name}={value}' for name, value in changes.items())})"

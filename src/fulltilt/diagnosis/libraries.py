@@ -40,6 +40,11 @@ _HUGGING_FACE = Library(
     ),
 )
 LIBRARIES: dict[str, Library] = {
+    "fulltilt": Library(  # the training engine, which keeps its workers alive and pins by itself
+        "{} in the training's settings",
+        {"num_workers": "workers", "prefetch_factor": "prefetch"},
+        validate="eval_every in the settings",
+    ),
     "transformers": _HUGGING_FACE,
     "sentence_transformers": replace(_HUGGING_FACE, call="SentenceTransformerTrainingArguments(..., {})"),
     "trl": replace(_HUGGING_FACE, call="GRPOConfig(..., {}), SFTConfig or their like"),
@@ -104,10 +109,10 @@ def loader_call(made_by: str, settings: Mapping[str, object]) -> str | None:
     return library.call.format(", ".join(written))
 
 
-def worker_setting(loader: LoaderRecord) -> str:
-    """What the maker of this loader calls ``num_workers``."""
+def setting_name(loader: LoaderRecord, name: str) -> str:
+    """What the maker of this loader calls one of DataLoader's settings."""
     library = LIBRARIES.get(loader.made_by or "")
-    return library.names.get("num_workers", "num_workers") if library else "num_workers"
+    return library.names.get(name, name) if library else name
 
 
 def keeps_workers(loader: LoaderRecord) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.findings import amdahl
+from fulltilt.diagnosis.findings import BUCKET_WORDS, amdahl
 from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
 from fulltilt.diagnosis.rules.live_tuning import changes, live_words
 from fulltilt.diagnosis.stragglers import Standstill, standstill
@@ -178,17 +178,6 @@ def _nothing_trained(evidence: Evidence) -> str:
 
 # --------------------------------------------------------------------------- how the run ended
 
-_MEANWHILE = {
-    "data_wait_s": "it waited for data",
-    "compute_s": "it computed",
-    "sync_s": "it waited for the GPU",
-    "host_code_s": "it ran code of the script's own",
-    "validation_s": "it validated",
-    "checkpoint_s": "it saved",
-    "epoch_turnover_s": "it started a pass over the data",
-    "communication_s": "it waited for other ranks",
-}
-
 
 def _ending(run: Run, steps: int) -> str:
     """What follows the verdict when the run did not end well; empty when it did, or still runs."""
@@ -218,9 +207,9 @@ def _hung(run: Run) -> str:
     """What a job did all the time since its last step, if it hung."""
     last = hung_stretch(run)
     most = max(BUCKETS, key=lambda name: float(getattr(last.buckets, name))) if last is not None else ""
-    if last is None or most not in _MEANWHILE:
+    if last is None or most in ("startup_s", "unattributed_s"):
         return ""
-    return f"; for the last {seconds(last.t1_s - last.t0_s)} before that it made none: {_MEANWHILE[most]}"
+    return f"; for the last {seconds(last.t1_s - last.t0_s)} before that it made none: {BUCKET_WORDS[most]}"
 
 
 def _stands_still(still: Standstill) -> str:

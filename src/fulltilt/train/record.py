@@ -62,7 +62,7 @@ class IdleGpu:
         if not used or buckets.total_s - buckets.startup_s < WARN_AFTER_S:
             return
         warning = low_gpu_warning(sum(used) / len(used), buckets, self._following.loaders, cpu_capacity().usable)
-        cause = likely_cause(buckets, on_gpu=True)
+        cause = likely_cause(buckets)
         if warning is not None and cause not in self._told:
             self._told.add(cause)
             now = ", ".join(f"{name} {getattr(self._settings, name)}" for name in NAMED)

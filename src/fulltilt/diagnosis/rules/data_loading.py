@@ -28,7 +28,7 @@ from fulltilt.diagnosis.findings import (
     time_spent,
 )
 from fulltilt.diagnosis.ledger import hung_stretch
-from fulltilt.diagnosis.libraries import beside_training, divides_itself, keeps_workers, shards_limit, worker_setting
+from fulltilt.diagnosis.libraries import beside_training, divides_itself, keeps_workers, setting_name, shards_limit
 from fulltilt.diagnosis.loader_bottleneck import Limit, Supply, queue_for_cpus, sampling_share
 from fulltilt.diagnosis.preflight import PLACES
 from fulltilt.diagnosis.rules.worker_count import (
@@ -63,7 +63,7 @@ def _waiting(
 
 def _set_workers(evidence: Evidence, loader: LoaderRecord, workers: int) -> str:
     call = rewritten(evidence, loader, num_workers=workers, persistent_workers=True)
-    return f"Set {worker_setting(loader)}={workers}{at(loader.where)}: {call}."
+    return f"Set {setting_name(loader, 'num_workers')}={workers}{at(loader.where)}: {call}."
 
 
 def _gain_beside_training(share: float, usable_cpus: float) -> Gain:
@@ -305,7 +305,7 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
         kept = {} if loader.persistent_workers else {"persistent_workers": True}
         call = rewritten(evidence, loader, num_workers=plan.advised, **kept)
         fix = (
-            f"Raise {worker_setting(loader)} {plan.now} → {plan.advised}{at(loader.where)}: {call}. "
+            f"Raise {setting_name(loader, 'num_workers')} {plan.now} → {plan.advised}{at(loader.where)}: {call}. "
             f"At its cost a batch, {_need_and_room(evidence, plan)}."
         )
         predicted = plan.gain
@@ -480,7 +480,11 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         if loader.start_method == "spawn":
             fix += " They are spawned, so each start imports the script and its modules again."
     else:
-        fix = "" if keeps else f"{loader.made_by} has no setting that keeps workers from pass to pass. "
+        fix = (
+            ""
+            if keeps or loader.persistent_workers
+            else f"{loader.made_by} has no setting that keeps workers from pass to pass. "
+        )
         fix += (
             f"Make fewer, longer passes{at(loader.where)}: "
             "RandomSampler(dataset, num_samples=k * len(dataset), replacement=False) goes k times through the data "

@@ -180,5 +180,7 @@ def _what_differs(slowest: RankSummary, others: list[RankSummary]) -> tuple[str,
         own: float = getattr(slowest.buckets, bucket)
         return own - fmean(getattr(rank.buckets, bucket) for rank in others)
 
-    worst = max((bucket for bucket in BUCKET_WORDS if bucket != "communication_s"), key=excess_s)
+    worst = max(
+        (bucket for bucket in BUCKET_WORDS if bucket not in ("communication_s", "unattributed_s")), key=excess_s
+    )
     return worst, excess_s(worst)

@@ -262,18 +262,16 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     left = share_left(share, every)
     high = amdahl(share * (1 - 1 / every))
     predicted = gain(1 + (high - 1) * LIMITS.recovered_low, high)
-    engine = loader is not None and loader.made_by == "fulltilt"
     if _only_ends_the_job(evidence, "validation_s"):
         fix = "It came after the last step only, and can come no more rarely."
         predicted = gain(1.0, amdahl(share * LIMITS.recovered_low))
     else:
-        rarely = f"every {_ordinal(every)} time{' (eval_every in the settings)' if engine else ''}"
         line = f" ({evidence.rank.validates_at})" if evidence.rank.validates_at else ""
-        fix = f"Validate {rarely}{line}: its share falls from {percent(share)} to {percent(left)}."
+        fix = f"Validate every {_ordinal(every)} time{line}: its share falls from {percent(share)} to {percent(left)}."
         if (library := LIBRARIES.get(loader.made_by or "") if loader else None) and library.validate:
             fix += f" {library.validate}."
     asked = evidence.run.run.asked
-    in_memory = engine and (asked.residency != "none" or asked.num_workers)  # nothing is left to do for workers
+    in_memory = asked.residency is not None and (asked.residency != "none" or asked.num_workers)  # as a recipe has it
     waited_s = loader.wait_s + loader.first_wait_s + loader.restart_s if loader else 0.0
     waits = waited_s >= LIMITS.waiting_validation_share * cost_s  # workers help with nothing else
     if loader and loader.num_workers == 0 and not in_memory and (loader.role == "train" or waits):
@@ -285,7 +283,7 @@ def validation_heavy(evidence: Evidence) -> Judgement:
             "text), they are no validation; let several run at once, in one batch or in processes of their own."
         )
     else:
-        fix += f" A larger {'eval_batch_size' if engine else 'batch'} makes each one faster and changes no result."
+        fix += " A larger batch makes each one faster and changes no result."
     return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
 
 
