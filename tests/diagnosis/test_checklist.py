@@ -1,4 +1,3 @@
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,21 +36,6 @@ def test_a_healthy_run_passes_every_line_with_its_figure() -> None:
         ),
         ("No data loading bottleneck", "ok", "Data wait: 0 % of the time after start-up"),
     ]
-
-
-def test_a_data_set_of_whole_batches_is_counted_in_samples() -> None:
-    whole = gpu_rank().loaders[0]
-    run = healthy(loaders=(replace(whole, batch_size=None, dataset_len=whole.batches),))
-    assert "Epoch time: 100s (320 samples/sec" in lines(run)["Speed > 80 % of the compute ceiling"].figure
-
-
-@pytest.mark.parametrize("changes", [{"given": ("dataset", "batch_sampler")}, {"passes": 4, "dataset_len": 8000}])
-def test_a_batch_sampler_makes_batches_of_single_items(changes: dict[str, Any]) -> None:
-    """The epoch was told to take as often as long as a batch has samples."""
-    whole = gpu_rank().loaders[0]
-    run = healthy(loaders=(replace(whole, batch_size=None, **changes),))
-    wanted = 100 if "given" in changes else 25
-    assert f"Epoch time: {wanted}s (320 samples/sec" in lines(run)["Speed > 80 % of the compute ceiling"].figure
 
 
 def test_a_starved_run_fails_with_remedies() -> None:

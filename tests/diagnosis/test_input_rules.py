@@ -123,7 +123,7 @@ def test_workers_are_no_cure_for_a_lock_that_they_share(call: str, waits: bool) 
 
     line = HotLine("train.py:8", "D.__getitem__", 60.0, call, waits)
     finding = judged(line)
-    assert finding.fix.startswith(f"{call} at train.py:8 lets one process at a time through: 2 workers and more")
+    assert finding.fix.startswith(f"{call} at train.py:8 lets one process at a time through, and more")
     assert "num_workers=" not in finding.fix
     assert finding.where == "train.py:8"
     assert finding.predicted_speedup == (1.43, 2.5)
@@ -170,12 +170,12 @@ def test_serial_loading_says_how_many_workers_its_cost_needs() -> None:
     assert finding.severity == "severe"
     assert finding.where == "train.py:31"
     assert finding.evidence[0] == "waiting for data takes 62 % of the time after start-up: 1 min 02 s, 62 ms a step"
-    assert "62 ms a batch, 97 % of it on the CPU" in finding.evidence[1]
+    assert "a batch takes 62 ms, 97 % on the CPU" in finding.evidence[1]
     assert finding.fix.startswith(
         "Set num_workers=2 at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)"
         " (random augmentations, if any, differ; later epochs are shuffled differently)."
     )
-    assert "2 workers would hide it; the quota allows 8 CPUs, enough for 7 such workers" in finding.fix
+    assert "2 workers would hide it; the job may use 8 CPUs, enough for 7 such workers" in finding.fix
     # Two workers at the serial rate: 2 × 516.1 / 320 = 3.23, more than the wait itself allows: 1 / 0.38.
     # At the cautious end two workers give 0.6 of that, and each pass begins with an empty queue.
     assert finding.predicted_speedup == (1.78, 2.63)
@@ -192,8 +192,7 @@ def test_serial_loading_on_few_cpus_promises_only_what_they_can_carry() -> None:
 def test_workers_by_the_hundred_are_no_advice() -> None:
     fix = found(input_serial(gather(serial(cpus=2.0, wait_s=99.9, cpu_s=1.0)))).fix
     assert "enough for 8 such workers" in fix
-    assert "no number of workers that fits here would hide it" in fix
-    assert "workers would hide it" not in fix
+    assert "No number of workers that fits here would hide all of it" in fix
 
 
 def test_serial_loading_that_only_waits_may_have_more_workers_than_cpus() -> None:
@@ -207,9 +206,8 @@ def test_serial_loading_that_has_no_cpu_is_not_taken_for_waiting() -> None:
     crowded = replace(run, ranks=(replace(run.ranks[0], cpu_wait_s=60.0),))
     crowded = replace(crowded, samples=sampled(host_reading=host(cpu_pct=99.0, tree_cpu_pct=40.0)))
     finding = found(input_serial(gather(crowded)))
-    assert any("33 % of it on the CPU, 60 % waiting for a CPU" in fact for fact in finding.evidence)
+    assert any("33 % on the CPU, 60 % waiting for a CPU" in fact for fact in finding.evidence)
     assert any("other processes had 80 % of the CPUs" in fact for fact in finding.evidence)
-    assert "which mostly wait" not in finding.fix
     assert "Other processes on the machine take the CPUs" in finding.fix
     assert finding.predicted_speedup is not None
     assert finding.predicted_speedup[0] == 1.0
@@ -271,7 +269,7 @@ def test_batches_made_by_a_generator_name_its_line() -> None:
     assert "no DataLoader was seen" in finding.evidence[1]
     assert "put the code at gen.py:12 into" in finding.fix
     assert "num_workers=1" in finding.fix
-    assert "same order, unless random numbers make them" in finding.fix
+    assert "stay the same, unless random numbers make them" in finding.fix
     assert finding.predicted_speedup == (1.33, 1.67)
     iterated = replace(made, drawn_from=HotLine("train.py:30", "batches", 60.0, "batches(250)"))
     finding = found(input_serial(gather(run_of(iterated, data_wait=40.0, compute=60.0))))
@@ -293,7 +291,7 @@ def test_a_generator_behind_the_loader_is_blamed_and_not_the_loader(num_workers:
     assert gather(run_of(replace(made, drawn_from=None), data_wait=40.0, compute=60.0)).limit is not Limit.BEHIND
     finding = found(input_serial(evidence))
     assert finding.where == "gen.py:11"
-    assert "88 % of it is not the loader at gen.py:8" in finding.evidence[1]
+    assert "88 % of it is the script's own generator, behind the loader at gen.py:8" in finding.evidence[1]
     assert "collate_fn" in finding.fix
     assert [rule(evidence) for rule in INPUT_RULES[1:]] == [None] * 3
 
@@ -422,18 +420,13 @@ def test_numpy_batches_should_become_tensors() -> None:
     finding = found(input_handover(gather(slow)))
     assert "2 workers could give 1,049 samples/s; idle 56 % of their time" in finding.evidence
     assert "a batch has 18.1 MiB as numpy" in finding.evidence
-    assert finding.fix.startswith("Let the collate function stack_arrays at train.py:31 return tensors")
-    assert finding.fix.endswith(
-        "Or fetch without workers (num_workers=0): fetching a batch takes 18 ms, waiting for a worker's 62 ms."
-    )
+    assert finding.fix.startswith("Let stack_arrays at train.py:31 return tensors")
     assert finding.predicted_speedup == (1.45, 2.63)
 
 
 def test_a_training_thread_that_rebuilds_batches_is_handover_even_if_workers_are_busy() -> None:
     finding = found(input_handover(gather(fed(workers(), wait_cpu_s=50.0, collate="default_collate"))))
-    assert finding.fix.startswith("Send fewer and smaller tensors at train.py:31: return only the fields")
-    finding = found(input_handover(gather(fed(workers(), wait_cpu_s=50.0, collate="as_lists"))))
-    assert "stack each field in the collate function as_lists" in finding.fix
+    assert finding.fix.startswith("Send fewer and smaller tensors at train.py:31: only the fields")
 
 
 def test_batches_that_are_quick_to_fetch_need_no_workers() -> None:
@@ -449,10 +442,9 @@ def test_idle_workers_without_a_cost_mean_uneven_batches() -> None:
     uneven = workers(fetch_s=60.0, fetch_cpu_s=55.0, process_cpu_s=56.0, idle_s=100.0)
     finding = found(input_handover(gather(fed(uneven))))
     assert finding.fix == (
-        "Single batches take long (uneven costs), and the workers rest until they come, in order. "
-        "Take them as they are made at train.py:31: DataLoader(..., in_order=False, pin_memory=True); "
-        "their order then differs between runs. "
-        "Or: Raise prefetch_factor 2 → 4 at train.py:31: DataLoader(..., prefetch_factor=4, pin_memory=True)."
+        "Single batches take long, and the workers rest until they come, in order. "
+        "Raise prefetch_factor 2 → 4 at train.py:31: DataLoader(..., prefetch_factor=4, pin_memory=True). "
+        "Or take batches as they are made, in another order in each run: in_order=False."
     )
     # Workers that rest 62 % of the time can give 2.6 × as much at the very most; a static share of slow batches, none.
     assert finding.predicted_speedup == (1.0, 2.62)
@@ -467,7 +459,7 @@ def test_what_evens_out_uneven_batches_is_not_advised_twice() -> None:
     assert "in_order=False" in deep
     assert "prefetch_factor" not in deep
     both = found(input_handover(gather(fed(uneven, given=("in_order",), prefetch_factor=8)))).fix
-    assert "spread them evenly" in both
+    assert both.endswith("Or make the slowest samples cheaper.")
 
 
 def test_workers_that_rest_during_validation_are_not_idle() -> None:
@@ -587,7 +579,7 @@ def test_joined_loaders_keep_what_they_and_their_workers_did() -> None:
     )
 
 
-@pytest.mark.parametrize("apart", [curriculum(2), curriculum(5, role="eval"), curriculum(5, made_by="transformers")])
+@pytest.mark.parametrize("apart", [curriculum(2), curriculum(5, made_by="transformers")])
 def test_two_loaders_side_by_side_and_those_of_others_stay_apart(apart: Any) -> None:
     assert one_loader_a_line(apart) == apart
     long = replace(apart, loaders=tuple(replace(each, passes=9, role="train") for each in apart.loaders))
@@ -711,14 +703,6 @@ def test_what_the_workers_must_give_does_not_depend_on_time_without_training(
     assert beside.predicted_speedup[1] <= 160 / 98 < plain.predicted_speedup[1]
 
 
-def test_one_worker_does_not_wait_beside_others() -> None:
-    run = fed(workers(**IO_WORKERS, processes=1), cpus=0.2, num_workers=1)
-    assert "side by side" not in found(input_io_bound(gather(run))).fix
-    assert (
-        "2 workers already wait side by side" in found(input_io_bound(gather(fed(workers(**IO_WORKERS), cpus=0.2)))).fix
-    )
-
-
 # --------------------------------------------------------------------------- storage
 
 
@@ -761,7 +745,9 @@ def test_a_large_data_set_pickled_at_each_pass_is_told_with_its_size() -> None:
     run = run_of(rank(loaders=(replace(spawned, pickle_s=20.0),)), epoch_turnover=30.0, compute=70.0)
     finding = found(dataset_pickled(gather(run)))
     assert finding.share == pytest.approx(0.16)
-    assert finding.evidence[0].startswith("190.7 MiB are pickled for each worker (spawn): for 2 workers 4 s of the")
+    assert finding.evidence[0].startswith(
+        "190.7 MiB are pickled for each of 2 workers (spawn): 4 s at each of 5 starts"
+    )
     assert "persistent_workers=True" in finding.fix
 
 

@@ -11,13 +11,6 @@ from fulltilt.report import run_view
 from fulltilt.report.run_view import compare, loader_sites, step_picture, told_apart
 from tests.report import examples
 
-# --------------------------------------------------------------------------- words
-
-
-def test_figures_stay_with_their_units() -> None:
-    assert run_view.glued("waits 58 % of 12 ms at line 3 of a.py") == "waits 58\xa0% of 12\xa0ms at line 3 of a.py"
-
-
 # --------------------------------------------------------------------------- one step
 
 

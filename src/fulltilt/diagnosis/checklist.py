@@ -9,7 +9,7 @@ from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.rules.live_tuning import live_settings
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import number, percent
-from fulltilt.records import CheckLine, LoaderRecord
+from fulltilt.records import CheckLine
 
 # --------------------------------------------------------------------------- settings
 
@@ -96,7 +96,7 @@ def _gpu_memory(evidence: Evidence) -> CheckLine:
     peak = own or max((gpu.vram_peak_bytes or 0 for gpu in evidence.gpus), default=0)
     total = max((gpu.vram_total_bytes or 0 for gpu in evidence.gpus), default=0)
     if not evidence.on_gpu or not peak or not total:
-        return CheckLine(name, "skip", _no_figure(evidence, "memory use was not measured"))
+        return CheckLine(name, "skip", "memory use was not measured" if evidence.on_gpu else "no GPU in use")
     share = peak / total
     figure = f"GPU Memory - Peak: {peak / 2**30:.2f} GB ({100 * share:.0f}% of {total / 2**30:.0f}GB)"
     remedy = "There is room for a larger batch; it pays only if compute is the limit."
@@ -108,7 +108,7 @@ def _gpu_use(evidence: Evidence) -> CheckLine:
     name = f"GPU use > {threshold:.0f} %"
     used = [gpu.util_pct for gpu in evidence.gpus if gpu.util_pct is not None]
     if not evidence.on_gpu or not used:
-        return CheckLine(name, "skip", _no_figure(evidence, "utilisation was not measured"))
+        return CheckLine(name, "skip", "utilisation was not measured" if evidence.on_gpu else "no GPU in use")
     figure = f"GPU utilization: {min(used):.0f}%"
     active = [gpu.sm_active_pct for gpu in evidence.gpus if gpu.sm_active_pct is not None]
     figure += f", SMs active {min(active):.0f}%" if active else ""
@@ -130,17 +130,9 @@ def _epoch_time(evidence: Evidence, rate: float) -> str:
     loader = evidence.loader
     batch = loader.samples / loader.batches if loader and loader.samples and loader.batches else None
     rates = f"{number(rate)} samples/sec" + (f", {number(rate / batch)} batches/sec" if batch else "")
-    samples = _samples_of_a_pass(loader, batch) if loader else None
+    # Without a batch size an item of the data set may be a whole batch.
+    samples = loader.dataset_len if loader and loader.batch_size is not None else None
     return f"Epoch time: {number(samples / rate)}s ({rates})" if samples and rate > 0 else rates
-
-
-def _samples_of_a_pass(loader: LoaderRecord, batch: float | None) -> float | None:
-    """Without a batch size an item of the data set may be a whole batch, or the script's own sampler makes batches."""
-    if loader.dataset_len is None or loader.batch_size is not None:
-        return loader.dataset_len
-    if loader.samples and loader.passes > 1:
-        return loader.samples / loader.passes
-    return loader.dataset_len if "batch_sampler" in loader.given else loader.dataset_len * (batch or 1.0)
 
 
 def _loading(evidence: Evidence) -> CheckLine:
@@ -151,7 +143,3 @@ def _loading(evidence: Evidence) -> CheckLine:
     figure = f"Data wait: {percent(share)} of the time after start-up"
     remedy = "The first input finding says which part of the loader is slow."
     return _judged(name, share < LIMITS.warn_share, figure, remedy)
-
-
-def _no_figure(evidence: Evidence, otherwise: str) -> str:
-    return otherwise if evidence.on_gpu else "no GPU in use"

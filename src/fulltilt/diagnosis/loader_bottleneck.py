@@ -28,13 +28,13 @@ _WORKER_SUMS = ("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "pr
 
 def one_loader_a_line(rank: RankRecord) -> RankRecord:
     """The rank with the loaders joined that a line made for one pass each, as a curriculum does, and their workers."""
-    lines: dict[tuple[str, int], list[LoaderRecord]] = {}
+    lines: dict[tuple[str, str, int], list[LoaderRecord]] = {}
     for loader in rank.loaders:
-        if loader.role == "train" and loader.made_by is None and loader.where and loader.passes <= loader.constructed:
-            lines.setdefault((loader.where, loader.num_workers), []).append(loader)
+        if loader.made_by is None and loader.where and loader.passes <= loader.constructed:
+            lines.setdefault((loader.role, loader.where, loader.num_workers), []).append(loader)
     for same in lines.values():
         if len(same) > SIDE_BY_SIDE:
-            one, work = joined(rank, same)
+            one, work = _joined(rank, same)
             ids = {loader.loader_id for loader in same}
             loaders = (one if loader is same[0] else loader for loader in rank.loaders if loader not in same[1:])
             others = (record for record in rank.workers if record.loader_id not in ids)
@@ -42,7 +42,7 @@ def one_loader_a_line(rank: RankRecord) -> RankRecord:
     return rank
 
 
-def joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecord, WorkerRecord | None]:
+def _joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecord, WorkerRecord | None]:
     """Several loaders as if they were one, and the record of all their workers, if there is any."""
     first = same[0]
     # The first wait of each later one is that for another pass.

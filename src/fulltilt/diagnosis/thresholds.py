@@ -86,7 +86,6 @@ class Thresholds:
     in_vain_share: float = 0.5  # of all waiting for data: one wait without an end makes the rates mean nothing
     deep_queue: int = 8  # batches a worker: a queue evens out no more
     contended_share: float = 0.3  # of fetching: two workers that share one lock all the time wait half of theirs
-    out_of_reach: float = 8.0  # times the workers that a machine carries: such a number is arithmetic, no advice
     worker_headroom: float = 1.15  # workers above the bare need, so that uneven batches do not empty the queue
     waiting_workers_per_cpu: float = 4.0  # workers that wait for storage use little CPU; more than this only add RAM
     oversubscription_loss: float = 2.1  # CLIP on 16 cores: 1489 samples/s at 12 workers, 712 at 16

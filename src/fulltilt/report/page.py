@@ -65,7 +65,7 @@ def _finding_card(finding: Finding) -> Markup:
         element("h3", finding.title),
         element("p", gain, class_="gain") if gain else None,
         element("p", facts, class_="facts"),
-        element("ul", [element("li", run_view.glued(line)) for line in finding.evidence]) if finding.evidence else None,
+        element("ul", [element("li", line) for line in finding.evidence]) if finding.evidence else None,
         element("p", finding.fix, class_="fix"),
         class_=f"card {finding.severity}",
     )
@@ -224,7 +224,7 @@ def _verdict(run: Run, diagnosis: Diagnosis) -> Markup:
     return element(
         "header",
         element("p", cause, class_=f"eyebrow {severity}"),
-        element("h1", run_view.glued(verdict.sentence)),
+        element("h1", verdict.sentence),
         element("p", run_view.NO_END_YET, class_="running") if record.state == "running" else None,
         element("p", run_view.not_valid(invalid), class_="running") if invalid is not None else None,
         element("dl", _key_figures(diagnosis), class_="tiles"),
@@ -311,9 +311,7 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
     for name, (_, diagnosis), picture in zip(names, runs, pictures, strict=True):
         heading = element("h3", name, element("small", figures.seconds(diagnosis.ledger.wall_s)))
         bar = ledger_bar(diagnosis.ledger.buckets, bucket_order(diagnosis.ledger))
-        ledgers.append(
-            element("div", heading, bar, element("p", run_view.glued(diagnosis.verdict.sentence)), class_="beside")
-        )
+        ledgers.append(element("div", heading, bar, element("p", diagnosis.verdict.sentence), class_="beside"))
         if picture is not None:
             heading = element("h3", name, element("small", figures.seconds(picture.step_s)))
             steps.append(element("div", heading, step_lanes(picture, scale_s), class_="beside"))

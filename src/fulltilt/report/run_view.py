@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -10,7 +9,7 @@ from typing import TypeAlias
 
 from fulltilt import figures
 from fulltilt.diagnosis.ledger import after_first_step
-from fulltilt.diagnosis.loader_bottleneck import joined, joined_lines
+from fulltilt.diagnosis.loader_bottleneck import joined_lines, one_loader_a_line
 from fulltilt.figures import NOT_MEASURED, clean, count, number, one_line, percent, seconds, whole
 from fulltilt.records import (
     DeepRecord,
@@ -30,15 +29,13 @@ from fulltilt.records import (
 from fulltilt.report.palette import BUCKET_TINTS, IDLE
 
 NO_END_YET = "This run has no end yet: it still runs, or it was killed. This is what there is so far."
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:%|×|ms\b|s\b|min\b|h\b|samples/s|steps\b|workers\b|CPUs\b))")
 
 
 def ended(record: RunRecord) -> str:
     """How a run ended: ``done``, ``ended with exit code 1``, ``killed``."""
     if record.exit_code is not None and record.exit_code > 0:
-        if record.state == "crashed":  # whether it crashed or chose to say so, nobody else knows
-            return f"ended with exit code {record.exit_code}"
-        return f"{record.state}, exit code {record.exit_code}"
+        state = "ended" if record.state == "crashed" else record.state  # it may have chosen to say so
+        return f"{state} with exit code {record.exit_code}"
     return f"{record.state}, {clean(record.ended_by)}" if record.ended_by else record.state
 
 
@@ -55,11 +52,6 @@ def setting(value: str | int | float | bool | None) -> str:
 def decimals(whole_s: float) -> int:
     """How many decimals of a second a table needs whose figures add up to ``whole_s``."""
     return 1 if whole_s >= 100 else 2 if whole_s >= 10 else 3
-
-
-def glued(text: str) -> str:
-    """A sentence whose figures are not torn from their units at the end of a line."""
-    return _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
 
 
 def deep_facts(deep: DeepRecord) -> list[tuple[str, str]]:
@@ -221,12 +213,10 @@ Site = tuple[LoaderRecord, WorkerRecord | None]
 
 
 def loader_sites(rank: RankRecord) -> list[Site]:
-    """The loaders that gave batches, those of one line and role as one, each with the record of its workers."""
-    groups: dict[object, list[LoaderRecord]] = {}
-    for loader in rank.loaders:
-        if loader.batches > 0:
-            groups.setdefault((loader.where or loader.loader_id, loader.role), []).append(loader)
-    return [joined(rank, same) for same in groups.values()]
+    """The loaders that gave batches, those of one line as one, each with the record of its workers."""
+    rank = one_loader_a_line(rank)
+    workers = {work.loader_id: work for work in rank.workers}
+    return [(loader, workers.get(loader.loader_id)) for loader in rank.loaders if loader.batches > 0]
 
 
 @dataclass(frozen=True, slots=True)

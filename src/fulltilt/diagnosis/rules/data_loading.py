@@ -39,7 +39,7 @@ from fulltilt.diagnosis.rules.worker_count import (
     workers_unmeasured,
 )
 from fulltilt.diagnosis.thresholds import LIMITS
-from fulltilt.figures import count, cpus, number, percent, seconds, size
+from fulltilt.figures import capital, count, cpus, number, percent, seconds, size
 from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord, WorkerRecord
 
 # --------------------------------------------------------------------------- shared by the rules below
@@ -85,23 +85,17 @@ def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
 
 
 def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
-    needed = f"{count('worker', plan.needed)} would hide it"
-    idle = ", which mostly wait," if plan.allowed > evidence.usable_cpus else ""
-    room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)}{idle} beside the training"
+    room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
     if plan.needed <= plan.allowed:
-        return f"{needed}; {room}"
+        return f"{count('worker', plan.needed)} would hide it; {room}"
     line = costliest_line(evidence)
     cheaper = f"a cheaper {line.function} ({line.where})" if line else "a cheaper fetch"
-    if plan.needed > LIMITS.out_of_reach * plan.allowed:
-        return f"no number of workers that fits here would hide it: {room}; {cheaper} must give the rest"
-    return f"{needed}, but {room}; {cheaper} must give the rest"
+    return f"no number of workers that fits here would hide all of it: {room}; {cheaper} must give the rest"
 
 
 def _cpus(evidence: Evidence) -> str:
-    cpu = evidence.machine.cpu
-    source = "the quota allows" if cpu.quota is not None and cpu.quota <= cpu.affinity else "the machine has"
-    shared = " for each rank" if evidence.usable_cpus < cpu.usable else ""
-    return f"{source} {cpus(evidence.usable_cpus)}{shared}"
+    shared = "each rank" if evidence.usable_cpus < evidence.machine.cpu.usable else "the job"
+    return f"{shared} may use {cpus(evidence.usable_cpus)}"
 
 
 def _hung_fetch(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
@@ -146,13 +140,9 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
     beside = beside_training(loader, workers)
     if supply := evidence.supply:
         how = "num_workers=0" if beside is None else f"drawn from {loader.made_by} without a DataLoader"
-        who = (
-            f"threads of {loader.made_by}'s fetch" if beside and line and line.waits else "the training thread fetches"
-        )
         queueing = supply.queue_s / supply.batch_s
         facts.append(
-            f"{how}: {who} each batch itself, {seconds(supply.batch_s)} a batch, "
-            f"{percent(supply.batch_cpu_s / supply.batch_s)} of it on the CPU"
+            f"{how}: a batch takes {seconds(supply.batch_s)}, {percent(supply.batch_cpu_s / supply.batch_s)} on the CPU"
             + (f", {percent(queueing)} waiting for a CPU" if queueing >= LIMITS.warn_share else "")
         )
     if line and loader.wait_s > 0:
@@ -162,14 +152,11 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
         fix = _set_workers(evidence, loader, workers)
     else:
         fix = f"Have the next batches made while this one trains{at(loader.where)}: {beside}."
-    if plan and supply:
-        fix += f" A batch takes {seconds(supply.batch_s)} to make: {_need_and_room(evidence, plan)}."
+    if plan:
+        fix += f" {capital(_need_and_room(evidence, plan))}."
     fix += shards_limit(loader)
     if loader.iterable and beside is None and not divides_itself(loader):
-        fix += (
-            " Its IterableDataset must split the work by torch.utils.data.get_worker_info(), "
-            "or every worker yields all of it."
-        )
+        fix += " Its IterableDataset must split the work by get_worker_info(), or every worker yields all of it."
     predicted = plan.gain if plan else gain_without_wait(evidence)
     if others:  # workers would have to share the CPUs with them as well
         fix += f" {OTHERS_TAKE_CPUS}"
@@ -182,14 +169,12 @@ def _slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
     share = sampling_share(loader)
     line = max(loader.sampler_lines, key=lambda line: line.seconds)
     facts = [
-        f"{percent(share)} of it is the sampler, which the training thread runs itself with any number of workers, in "
-        f"{count('pass', loader.passes)}",
+        f"{percent(share)} of it is the sampler, which workers do not take over, in {count('pass', loader.passes)}",
         f"of the wait, {line_cost(line, loader.wait_s)}",
     ]
     fix = (
-        f"Let the sampler of the loader{at(loader.where)} do less; workers would not take it over. Draw only as many "
-        "indices as are used (num_samples), make fewer and longer passes, keep what does not change from pass to pass, "
-        "or work the order out beforehand."
+        f"Let the sampler of the loader{at(loader.where)} do less: draw only as many indices as are used "
+        "(num_samples), make fewer and longer passes, or work the order out beforehand."
     )
     where = loader.where if line.where.startswith("torch/") else line.where  # nobody mends torch's own samplers
     predicted = by_removing(share * evidence.data_wait_share)
@@ -207,27 +192,21 @@ def _made_by_hand(evidence: Evidence) -> Finding:
         if thread := busy_thread(evidence):
             named, fact = thread
             costs.append(fact)
-            fix += (
-                f"give the work of {named} to processes (a DataLoader with num_workers, multiprocessing), or make it "
-                "cheaper. More threads would share the one GIL."
-            )
+            fix += f"give the work of {named} to processes (a DataLoader with num_workers), or make it cheaper."
         else:
-            fix += (
-                "let more threads or processes make them side by side, begin with each one earlier (a longer queue, "
-                "more requests under way), or make each of them cheaper."
-            )
+            fix += "let more threads or processes make them side by side and earlier, or make each of them cheaper."
         predicted, what = by_removing(evidence.data_wait_share), "waiting for batches"
         title = "Data loading: the script's own fetching too slow"
     else:
         source = evidence.rank.drawn_from
         drawn = f"{source.call or source.function}{at(source.where)}" if source else None
-        made = "no DataLoader was seen: the training thread makes each batch itself"
-        made += f", in {drawn}" if drawn else ""
+        made = "no DataLoader was seen: the training thread makes each batch itself" + (
+            f", in {drawn}" if drawn else ""
+        )
         fix = (
             f"Make the next batch while this one trains: put {drawn or f'the code{at(where)}'} into a "
             "torch.utils.data.IterableDataset that yields whole batches, and draw them from "
-            "DataLoader(dataset, batch_size=None, num_workers=1). One worker yields the same batches in the same "
-            "order, unless random numbers make them: a worker has a seed of its own."
+            "DataLoader(dataset, batch_size=None, num_workers=1). The batches stay the same, unless random numbers make them."
         )
         predicted = _gain_beside_training(evidence.data_wait_share, evidence.usable_cpus)
         what, title = "making batches", "Data loading: no DataLoader"
@@ -241,8 +220,7 @@ def _made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
     line = next(iter(evidence.host_lines), None)
     where = line.where if line else None
     facts = [
-        f"{percent(behind_s / wait_s)} of it is not the loader{at(loader.where)}: the script's own generator works on "
-        "what it draws from there, in the training thread",
+        f"{percent(behind_s / wait_s)} of it is the script's own generator, behind the loader{at(loader.where)}",
         *([line_cost(line)] if line else []),
     ]
     workers = max(loader.num_workers, unplanned_workers(evidence))
@@ -264,10 +242,7 @@ def _drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
         "num_workers=0: a thread of the script's own fetches one batch after another, beside the training",
         *([line_cost(line)] if line else []),
     ]
-    fix = (
-        f"{_set_workers(evidence, loader, workers)} One worker would fetch no "
-        "faster than the script's own thread does; several fetch side by side."
-    )
+    fix = f"{_set_workers(evidence, loader, workers)} One worker would be no faster than the script's own thread."
     most = min(workers * (1 + LIMITS.rate_error), amdahl(evidence.data_wait_share))
     title = "Data loading: one thread"
     return _waiting(evidence, "input_serial", facts, fix, loader.where, gain(1.0, most), title=title)
@@ -295,7 +270,7 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
     cold = _cold_first_pass(evidence, evidence.workers) if evidence.workers else None
     if cold is not None and cold.share >= LIMITS.recovered_low * evidence.data_wait_share:
         return None  # it is the storage's doing, and no more so in later passes
-    if special := _hung_fetch(evidence, loader, code) or _contended_lock(evidence, loader, code):
+    if special := _hung_fetch(evidence, loader, code) or _contended_lock(evidence, code):
         return special
     line = costliest_line(evidence)
     facts = [_worker_time(supply, limit), *fetching_line(evidence), *rates(evidence)]
@@ -336,12 +311,10 @@ def _worker_time(supply: Supply, limit: Limit) -> str:
 def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, limit: Limit, line: HotLine | None) -> str:
     place = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
     if limit is Limit.IO:
-        beside = f": {loader.num_workers} workers already wait side by side" if loader.num_workers > 1 else ""
-        return f"Make {place} wait less{beside}. Read larger pieces at a time, or keep what was read."
+        return f"Make {place} wait less: read larger pieces at a time, or keep what was read."
     return (
         f"Make {place} cheaper: {count('worker', loader.num_workers)} and the training fill the CPUs "
-        f"({_cpus(evidence)}). Do its deterministic part once and store the result, work on smaller inputs, or, "
-        "where it is arithmetic, move it to the GPU."
+        f"({_cpus(evidence)}). Do its deterministic part once and store the result, or move arithmetic to the GPU."
     )
 
 
@@ -363,7 +336,7 @@ def _stage_data(evidence: Evidence) -> str:
 _LOCKS = re.compile(r"\.acquire\(|\b(flock|lockf)\(|^with \S*lock", re.IGNORECASE)
 
 
-def _contended_lock(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
+def _contended_lock(evidence: Evidence, code: FindingCode) -> Finding | None:
     """The finding for workers of which only one at a time can go on; None where they seldom wait for a lock."""
     workers = evidence.workers
     calls = [(line, line.call or "") for line in workers.lines] if workers else []
@@ -373,9 +346,8 @@ def _contended_lock(evidence: Evidence, loader: LoaderRecord, code: FindingCode)
         return None
     facts = [f"of the workers' fetching, {line_cost(line, workers.fetch_s)}: there they wait for a lock"]
     fix = (
-        f"{line.call}{at(line.where)} lets one process at a time through: {count('worker', loader.num_workers)} "
-        "and more would queue there. Hold the lock only for what has to be alone, "
-        "or give each worker a file, a handle or a connection of its own."
+        f"{line.call}{at(line.where)} lets one process at a time through, and more workers would queue there, too. "
+        "Hold the lock for less, or give each worker a file, a handle or a connection of its own."
     )
     title = "Data loading: workers wait for one lock"
     return _waiting(evidence, code, facts, fix, line.where, _line_gain(evidence, line), title=title)
@@ -396,9 +368,8 @@ def input_handover(evidence: Evidence) -> Judgement:
     facts = [
         f"{count('worker', supply.workers)} could give {number(supply.workers * supply.worker_samples_per_s)} "
         f"samples/s; idle {percent(supply.idle_share)} of their time",
-        f"handing over costs the training thread {seconds(supply.main_cpu_s)} of CPU a batch "
-        f"({percent(supply.handover_main_share)} of its wait) and the workers "
-        f"{percent(supply.handover_worker_share)} of their time",
+        f"handing over takes {percent(supply.handover_main_share)} of the training thread's wait and "
+        f"{percent(supply.handover_worker_share)} of the workers' time",
     ]
     if loader.batch_bytes:
         facts.append(f"a batch has {size(loader.batch_bytes)} as {loader.batch_kind or 'an unknown kind'}")
@@ -412,44 +383,35 @@ def input_handover(evidence: Evidence) -> Judgement:
 def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) -> str | None:
     """How handing over would cost less; None where it costs next to nothing."""
     costly = max(supply.handover_main_share, supply.handover_worker_share) >= LIMITS.handover_share / 2
-    collate = f"the collate function {loader.collate}" if loader.collate else "the collate function"
+    collate = loader.collate or "the collate function"
     wait_s = loader.wait_s / loader.batches
     alone_s = supply.fetch_s - supply.queue_s
-    cheap = alone_s <= LIMITS.cheap_fetch_share * wait_s
-    alone = f"fetching a batch takes {seconds(alone_s)}, waiting for a worker's {seconds(wait_s)}"
     if costly and not passes_through_shm(loader):
-        fix = (
-            f"Let {collate}{at(loader.where)} return tensors (torch.from_numpy, torch.stack): tensors pass through "
-            "shared memory, everything else is pickled, sent through a pipe and rebuilt."
+        return (
+            f"Let {collate}{at(loader.where)} return tensors (torch.from_numpy, torch.stack): they pass through shared "
+            "memory, everything else is pickled, sent through a pipe and rebuilt."
         )
-        return f"{fix} Or fetch without workers (num_workers=0): {alone}." if cheap else fix
-    if cheap:
+    if alone_s <= LIMITS.cheap_fetch_share * wait_s:
+        alone = f"fetching a batch takes {seconds(alone_s)}, waiting for a worker's {seconds(wait_s)}"
         return f"Fetch without workers: {rewritten(evidence, loader, num_workers=0)}{at(loader.where)}; {alone}."
     if costly:
-        stacks = loader.collate in (None, "default_collate")  # torch's own already does
-        fewer = "return only the fields that the training uses" if stacks else f"stack each field in {collate}"
         return (
-            f"Send fewer and smaller tensors{at(loader.where)}: {fewer}, keep integers in the smallest type that "
-            "holds them and convert them after the batch has arrived."
+            f"Send fewer and smaller tensors{at(loader.where)}: only the fields that the training uses, stacked by "
+            f"{collate}, in the smallest type that holds them, converted after the batch has arrived."
         )
     return None
 
 
 def _sooner_batches(evidence: Evidence, loader: LoaderRecord) -> str:
     """Batches are handed out in order: behind one that takes long the others wait, and then the workers do."""
-    hint = ", or pinning: try pin_memory=False" if loader.pin_memory else ""
-    advice = []
-    if loader.made_by is None and "in_order" not in loader.given:
-        as_made = rewritten(evidence, loader, in_order=False)
-        advice.append(f"Take them as they are made{at(loader.where)}: {as_made}; their order then differs between runs")
+    fix = "Single batches take long, and the workers rest until they come, in order. "
     prefetch = loader.prefetch_factor or 2
     if prefetch < LIMITS.deep_queue:
         deeper = rewritten(evidence, loader, prefetch_factor=2 * prefetch)
-        advice.append(f"Raise prefetch_factor {prefetch} → {2 * prefetch}{at(loader.where)}: {deeper}")
-    if not advice:
-        advice.append("Make the slowest samples cheaper, or spread them evenly over the batches")
-    why = f"Single batches take long (uneven costs{hint}), and the workers rest until they come, in order."
-    return f"{why} {'. Or: '.join(advice)}."
+        fix += f"Raise prefetch_factor {prefetch} → {2 * prefetch}{at(loader.where)}: {deeper}. "
+    if loader.made_by is None and "in_order" not in loader.given:
+        return f"{fix}Or take batches as they are made, in another order in each run: in_order=False."
+    return f"{fix}Or make the slowest samples cheaper."
 
 
 # --------------------------------------------------------------------------- between passes
@@ -509,15 +471,15 @@ def dataset_pickled(evidence: Evidence) -> Judgement:
     if share < LIMITS.epoch_turnover_share and loader.pickle_s / starts < LIMITS.pickling_start_s:
         return None
     facts = [
-        f"{size(loader.pickled_bytes)} are pickled for each worker ({loader.start_method or 'spawn or forkserver'}): "
-        f"for {count('worker', loader.num_workers)} {seconds(loader.pickle_s / starts)} of the training thread at each "
-        f"of {count('start', starts)}; unpickling comes on top",
+        f"{size(loader.pickled_bytes)} are pickled for each of {count('worker', loader.num_workers)} "
+        f"({loader.start_method or 'spawn or forkserver'}): "
+        f"{seconds(loader.pickle_s / starts)} at each of {count('start', starts)}; unpickling comes on top",
     ]
     if loader.objects:
         facts.append(f"the data set {loader.dataset} keeps Python objects: {loader.objects}")
     fix = (
-        f"Let the data set{at(loader.where)} hold little: open files and read indices in the worker, on the first "
-        "__getitem__; keep large parts in tensors (they pass through shared memory), in numpy.memmap or in Arrow files."
+        f"Let the data set{at(loader.where)} hold little: open files on the first __getitem__, and keep large parts in "
+        "tensors (they pass through shared memory), in numpy.memmap or in Arrow files."
     )
     if starts > 1:
         fix += f" And start the workers once: {rewritten(evidence, loader, persistent_workers=True)}."
@@ -540,7 +502,7 @@ def slow_storage(evidence: Evidence) -> Judgement:
     from_storage = work.read_bytes >= LIMITS.storage_read_bytes_per_s * evidence.active_s
     if evidence.limit is not Limit.IO or evidence.supply is None or not (small and from_storage) or not work.reads:
         return None
-    if _hung_fetch(evidence, loader, "slow_storage") or _contended_lock(evidence, loader, "slow_storage"):
+    if _hung_fetch(evidence, loader, "slow_storage") or _contended_lock(evidence, "slow_storage"):
         return None
     line = costliest_line(evidence)
     facts = [
@@ -552,8 +514,8 @@ def slow_storage(evidence: Evidence) -> Judgement:
     ]
     fix = (
         "Read fewer and larger pieces: pack the samples into files of some hundred megabytes (tar shards for "
-        "WebDataset, LMDB, HDF5, Parquet) and read those in sequence. A small read costs the storage about as much "
-        f"time as a megabyte does.{_stage_data(evidence) or ' Or copy the data to a faster disk first.'}"
+        "WebDataset, LMDB, HDF5, Parquet) and read those in sequence."
+        f"{_stage_data(evidence) or ' Or copy the data to a faster disk first.'}"
     )
     where = line.where if line else loader.where
     return _waiting(evidence, "slow_storage", facts, fix, where, gain_without_wait(evidence))
@@ -583,8 +545,7 @@ def _cold_first_pass(evidence: Evidence, work: WorkerRecord) -> Finding | None:
     ]
     fix = (
         "Only the first pass pays. Read the files once before the job, from several processes "
-        "(find DATA -type f -print0 | xargs -0 -P 8 cat > /dev/null), or copy them to a local disk or to /dev/shm. "
-        "Where other jobs push them out of RAM between runs, pack small files into large ones."
+        "(find DATA -type f -print0 | xargs -0 -P 8 cat > /dev/null), or copy them to a local disk or to /dev/shm."
     )
     loader = evidence.loader
     return found(evidence, "slow_storage", cost_s, facts, fix, loader.where if loader else None, by_removing(share))
@@ -610,7 +571,6 @@ def shm_small(evidence: Evidence) -> Judgement:
     if needed < room:
         return None
     fits = int(room / (loader.num_workers * ranks * loader.batch_bytes))
-    fitting_workers = int(room / (ranks * loader.batch_bytes))
     facts = [
         f"{count('worker', loader.num_workers)} × {prefetch} batches ahead{f' × {ranks} ranks' if ranks > 1 else ''} × "
         f"{size(loader.batch_bytes)} = {size(needed)} in shared memory",
@@ -619,8 +579,8 @@ def shm_small(evidence: Evidence) -> Judgement:
     fix = f"Give the container more shared memory (docker run --shm-size={math.ceil(2 * needed / 1e9)}g)"
     if 1 <= fits < prefetch:
         fix += f", or lower prefetch_factor {prefetch} → {fits}{at(loader.where)}"
-    elif fits < 1 <= fitting_workers:
-        fix += f", or use num_workers={fitting_workers} with prefetch_factor=1{at(loader.where)}"
+    else:
+        fix += f", or use fewer workers{at(loader.where)}"
     # The batch in training and those being put together come on top: a job that died near the limit died of it.
     died = evidence.run.run.state in ("crashed", "killed")
     severity: Severity = "severe" if needed > total or died else "warn"
