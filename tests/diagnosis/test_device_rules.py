@@ -260,7 +260,7 @@ def test_padding_is_counted_in_compute() -> None:
     finding = found(padding_waste(gather(on_gpu(None, {"compute": 90.0, "host_code": 10.0}, loaders=padded))))
     assert finding.share == pytest.approx(54 / 100)
     assert finding.evidence[0] == "60 % of what the batches hold is padding"
-    assert "batch_sampler" in finding.fix
+    assert "group_by_length" in finding.fix
     assert finding.predicted_speedup == (1.37, 2.17)
 
 
@@ -269,8 +269,7 @@ def test_padding_is_counted_in_compute() -> None:
     [
         ("TextLoader", "auto", "share a batch already"),
         ("TextLoader", None, "share a batch already"),
-        ("TokenisedTexts", "none", "Leave out residency: none."),
-        ("Comments", "none", "batch_sampler"),
+        ("Comments", "none", "sort chunks of some hundred batches by length"),
     ],
 )
 def test_a_trainer_of_ours_is_not_told_to_group_by_length(dataset: str, residency: str | None, told: str) -> None:

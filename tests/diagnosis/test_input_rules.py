@@ -269,7 +269,7 @@ def test_batches_made_by_a_generator_name_its_line() -> None:
     assert "no DataLoader was seen" in finding.evidence[1]
     assert "put the code at gen.py:12 into" in finding.fix
     assert "num_workers=1" in finding.fix
-    assert "stay the same, unless random numbers make them" in finding.fix
+    assert "Unless they are random, the batches stay the same" in finding.fix
     assert finding.predicted_speedup == (1.33, 1.67)
     iterated = replace(made, drawn_from=HotLine("train.py:30", "batches", 60.0, "batches(250)"))
     finding = found(input_serial(gather(run_of(iterated, data_wait=40.0, compute=60.0))))

@@ -141,7 +141,7 @@ def test_a_trial_that_never_ended_leaves_the_rules_their_advice() -> None:
 def test_a_first_trial_that_never_ended_mixes_the_figures_of_the_workers() -> None:
     first = replace(CUT_OFF, before=FOUR, settings=FOUR, moves=(LiveMove(SIX, 5.0),))
     finding = judged(first).findings[0]
-    assert "had only begun to try 6 workers, prefetch 2" in finding.fix
+    assert "only begun to try 6 workers, prefetch 2" in finding.fix
     failed = replace(first, state="settled", moves=(LiveMove(SIX, 5.0, "failed", why="it broke"),))
     assert "only begun" not in judged(failed).findings[0].fix
     assert finding.predicted_speedup == (1.31, 1.89)  # half of the waiting, or all of it

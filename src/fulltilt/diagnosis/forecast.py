@@ -73,10 +73,8 @@ def forecast(
 
 def _epochs(soonest: float, latest: float) -> str:
     """``3 to 7 epochs``; a part of an epoch is one, since a metric is known at its end."""
-    ends = [1 if count <= 1 else round(count) if math.isfinite(count) else count for count in (soonest, latest)]
-    if ends[0] != ends[1]:
-        return f"{ends[0]:.0f} to {ends[1]:.0f} epochs"
-    return "1 epoch" if ends[0] == 1 else f"{ends[0]:.0f} epochs"
+    ends = dict.fromkeys(f"{max(count, 1):.0f}" for count in (soonest, latest))
+    return f"{' to '.join(ends)} epoch{'' if list(ends) == ['1'] else 's'}"
 
 
 def _hours(soonest: float, latest: float) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fulltilt.diagnosis.gpu_summary import slowing_reasons
-from fulltilt.figures import count, number, size, used_of
+from fulltilt.figures import celsius, count, number, size, used_of
 from fulltilt.records import CheckLine, GpuReading, Machine, Sample, StorageReading
 
 # --------------------------------------------------------------------------- limits
@@ -46,7 +46,6 @@ class PreflightLimits:
     # -- storage, measured with one reader: workers read side by side, but a slow disk stays slow
     sequential_bytes_per_s: float = 200e6  # a hard disk's best, or 1,500 JPEGs of 130 kB each second
     small_files_per_s: float = 500.0  # four workers then read 2,000 a second, what one GPU takes of 224 px images
-    staging_gain: float = 2.0  # under twice as fast from RAM, copying the set there first does not pay
 
 
 LIMITS = PreflightLimits()
@@ -89,11 +88,9 @@ def check_cuda(machine: Machine, gpus: Sequence[GpuReading]) -> CheckLine:
         return CheckLine("CUDA", "skip", f"torch is built for CUDA {machine.cuda}; there is no driver to run it")
     figure = f"torch is built for CUDA {machine.cuda}, the driver runs up to {machine.driver_cuda}"
     built, runs = _version(machine.cuda), _version(machine.driver_cuda)
-    if built is None or runs is None or built <= runs:
+    # The same major version works: NVIDIA promises it from CUDA 11 on, for kernels that were compiled before the job.
+    if built is None or runs is None or built[0] <= runs[0]:
         return CheckLine("CUDA", "ok", figure)
-    if built[0] == runs[0]:
-        # NVIDIA promises this from CUDA 11 on, for kernels that were compiled before the job.
-        return CheckLine("CUDA", "ok", f"{figure} (the same major version works)")
     remedy = f"Update the driver to one for CUDA {built[0]}, or install a torch built for CUDA {runs[0]}."
     return CheckLine("CUDA", "fail", figure, remedy)
 
@@ -114,12 +111,11 @@ def check_vram(gpus: Sequence[GpuReading]) -> CheckLine:
     ]
     if not free:
         return CheckLine("VRAM", "skip", "not told by this GPU")
-    low = [(left, all_, index) for left, all_, index in free if left < LIMITS.vram_free_share * all_]
-    if low:
-        figure = "; ".join(f"GPU {index}: {used_of(left, all_)} free" for left, all_, index in low)
-        return CheckLine("VRAM", "warn", figure, "Plan the batch for what is free, or end what holds the rest.")
-    left, all_, _ = min(free)
-    return CheckLine("VRAM", "ok", f"{used_of(left, all_)} free" + (" or more on each" if len(free) > 1 else ""))
+    low = [gpu for gpu in free if gpu[0] < LIMITS.vram_free_share * gpu[1]]
+    figure = "; ".join(f"GPU {index}: {used_of(left, all_)} free" for left, all_, index in low or [min(free)])
+    if not low:
+        return CheckLine("VRAM", "ok", figure)
+    return CheckLine("VRAM", "warn", figure, "Plan the batch for what is free, or end what holds the rest.")
 
 
 def check_processes(gpus: Sequence[GpuReading]) -> CheckLine:
@@ -160,19 +156,18 @@ def _clock(gpu: GpuReading) -> str:
 
 
 def check_temperature(gpus: Sequence[GpuReading]) -> CheckLine:
-    """How far is each GPU from the temperature at which it slows itself down?"""
-    known = []  # by how many degrees it is below its limit, its index, and both in words
-    for gpu in gpus:
-        now, limit = gpu.temperature_c, gpu.temperature_limit_c
-        if now is not None and limit is not None:
-            known.append((limit - now, gpu.index, f"{now:.0f} °C, slows down at {limit:.0f} °C"))
+    """How far is the hottest GPU from the temperature at which it slows itself down?"""
+    known = [
+        (gpu.temperature_limit_c - gpu.temperature_c, gpu.index, gpu.temperature_c, gpu.temperature_limit_c)
+        for gpu in gpus
+        if gpu.temperature_c is not None and gpu.temperature_limit_c is not None
+    ]
     if not known:
         return CheckLine("temperature", "skip", "the driver does not tell it together with its limit")
-    margin, hottest, told = min(known)
+    margin, hottest, now, limit = min(known)
+    figure = f"GPU {hottest}: {celsius(now)}, slows down at {celsius(limit)}"
     if margin >= LIMITS.temperature_margin_c:
-        which = "" if len(known) == 1 else f"GPU {hottest} is the hottest: "
-        return CheckLine("temperature", "ok", which + told)
-    figure = "; ".join(f"GPU {index}: {told}" for left, index, told in known if left < LIMITS.temperature_margin_c)
+        return CheckLine("temperature", "ok", figure)
     remedy = "Improve the cooling, or lower the power: nvidia-smi -pl WATTS"
     return CheckLine("temperature", "fail" if margin <= 0 else "warn", figure, remedy)
 
@@ -238,18 +233,12 @@ def check_staging(storage: StorageReading, machine: Machine) -> CheckLine:
         if not slow:
             return CheckLine("RAM disk", "ok", figure)
         return CheckLine("RAM disk", "warn", figure, "Store the set smaller (resized, uint8) or on a faster disk.")
-    pairs = (
-        (storage.sequential_warm_bytes_per_s, storage.sequential_cold_bytes_per_s),
-        (storage.small_warm_files_per_s, storage.small_cold_files_per_s),
-    )
-    gain = max((warm / cold for warm, cold in pairs if warm is not None and cold), default=None)
-    if not slow or (gain is not None and gain < LIMITS.staging_gain):
+    if not slow:
         return CheckLine("RAM disk", "ok", f"not needed: the set ({held}) stays cached after one epoch")
-    faster = "" if gain is None else f": RAM reads {number(gain)} × as fast"
     copy = "Mount a tmpfs of that size and copy the set there."
     if machine.shm_free_bytes is not None and machine.shm_free_bytes > storage.total_bytes:
         copy = f"cp -r {shlex.quote(storage.path)} /dev/shm/"
-    return CheckLine("RAM disk", "warn", f"would help{faster}, and the set ({held}) fits", copy)
+    return CheckLine("RAM disk", "warn", f"would help, and the set ({held}) fits", copy)
 
 
 # --------------------------------------------------------------------------- host
@@ -312,8 +301,7 @@ def check_shm(machine: Machine, plan: LoaderPlan) -> CheckLine:
     given = {"workers": plan.workers, "prefetch": plan.prefetch, "batch": plan.batch_bytes}
     assumed = [name for name, value in given.items() if value is None]
     figure = f"{size(free)} {said}, {size(need)} needed: {count('worker', workers)} × {prefetch} × {size(batch_bytes)}"
-    if assumed:
-        figure += " (assumed)" if len(assumed) == len(given) else f" ({' and '.join(assumed)} assumed)"
+    figure += f" ({', '.join(assumed)} assumed)" if assumed else ""
     if need <= LIMITS.shm_share * free:
         return CheckLine("/dev/shm", "ok", figure)
     # An assumption proves nothing: only what the user named can fail.

@@ -98,7 +98,7 @@ class Thresholds:
     # -- the GPU
     compute_dominates: float = 0.5  # from here on what the GPU does matters more than what it waits for
     full_tilt_share: float = 0.85  # the best published input pipelines reach 0.85 to 0.93 of their compute limit
-    low_sm_active_pct: float = 50.0  # half of the multiprocessors without work while a kernel runs
+    low_sm_active: float = 0.5  # half of the multiprocessors without work while a kernel runs
     real_sm_active_pct: float = 70.0  # dense training reaches 70 to 95 % SM active
     high_util_pct: float = 90.0  # what people call "100 %"
     low_util_pct: float = 30.0  # below it users ask why their GPU idles

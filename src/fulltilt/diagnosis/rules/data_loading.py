@@ -206,7 +206,7 @@ def _made_by_hand(evidence: Evidence) -> Finding:
         fix = (
             f"Make the next batch while this one trains: put {drawn or f'the code{at(where)}'} into a "
             "torch.utils.data.IterableDataset that yields whole batches, and draw them from "
-            "DataLoader(dataset, batch_size=None, num_workers=1). The batches stay the same, unless random numbers make them."
+            "DataLoader(dataset, batch_size=None, num_workers=1). Unless they are random, the batches stay the same."
         )
         predicted = _gain_beside_training(evidence.data_wait_share, evidence.usable_cpus)
         what, title = "making batches", "Data loading: no DataLoader"

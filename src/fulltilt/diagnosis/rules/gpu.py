@@ -6,6 +6,7 @@ import re
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import (
+    Gain,
     Judgement,
     amdahl,
     at,
@@ -28,7 +29,7 @@ from fulltilt.diagnosis.gpu_summary import (
 )
 from fulltilt.diagnosis.ledger import gpu_step_words
 from fulltilt.diagnosis.thresholds import LIMITS
-from fulltilt.figures import capital, count, number, percent, seconds, size
+from fulltilt.figures import capital, celsius, count, number, percent, seconds, size
 from fulltilt.records import Abstention, GpuSummary, TransferRecord
 
 # --------------------------------------------------------------------------- too little work at a time
@@ -36,37 +37,34 @@ from fulltilt.records import Abstention, GpuSummary, TransferRecord
 
 def batch_too_small(evidence: Evidence) -> Judgement:
     """Kernels run, but each fills only a part of the GPU, and there is memory for a larger batch."""
-    if not _compute_dominates(evidence):
-        return None
-    gpu = gpu_in_use(evidence)
     launch_share = evidence.share(evidence.launch_s or 0.0)
-    if launch_share >= LIMITS.launch_share:
-        return None  # the GPU idles between kernels: launch_bound, which is another cure
+    if not _compute_dominates(evidence) or launch_share >= LIMITS.launch_share:
+        return None  # where the GPU idles between kernels it is launch_bound, which is another cure
+    gpu = gpu_in_use(evidence)
     vram_share = vram_used_share(gpu) if gpu else None
-    if vram_share is None:
+    if gpu is None or vram_share is None:
         return Abstention("batch_too_small", "the GPU's memory in use")
     if vram_share >= LIMITS.vram_mostly_free_share:
         return None
-    # How much of the GPU a kernel fills (%): what it idles between kernels is no fault of theirs.
-    sm_active = gpu.sm_active_pct if gpu else None
-    if gpu and sm_active is not None and gpu.util_pct:
-        sm_active = min(100.0 * sm_active / gpu.util_pct, 100.0)
+    # How much of the GPU a kernel fills: what it idles between kernels is no fault of theirs.
+    filled = gpu.sm_active_pct / 100 if gpu.sm_active_pct is not None else None
+    if filled is not None and gpu.util_pct:
+        filled = min(100 * filled / gpu.util_pct, 1.0)
     short_of_kernels = launch_share >= LIMITS.launch_share / 2
-    if sm_active is None and not short_of_kernels:
+    if filled is None and not short_of_kernels:
         return Abstention("batch_too_small", "SM activity (GPM, on Hopper and newer)")
-    unfilled = sm_active is not None and sm_active < LIMITS.low_sm_active_pct
-    if not unfilled and not short_of_kernels:
+    idle_part = 1 - filled if filled is not None and filled < LIMITS.low_sm_active else 0.0
+    if not idle_part and not short_of_kernels:
         return None
-    idle_part = 1 - sm_active / 100 if unfilled and sm_active is not None else 0.0
     cost_s = evidence.buckets.compute_s * idle_part + (evidence.launch_s or 0.0)
     facts = [time_spent(evidence, "compute", evidence.buckets.compute_s)]
-    if sm_active is not None:
-        facts.append(f"SMs are active {percent(sm_active / 100)} of the time that a kernel runs")
+    if filled is not None:
+        facts.append(f"SMs are active {percent(filled)} of the time that a kernel runs")
     facts.append(f"{percent(vram_share)} of the GPU's memory is in use")
-    loader, larger, where = evidence.loader, "twice the batch", None
-    if loader:
-        where = loader.where
-        larger = f"batch_size {loader.batch_size} → {2 * loader.batch_size}{at(where)}" if loader.batch_size else larger
+    loader, larger = evidence.loader, "twice the batch"
+    where = loader.where if loader else None
+    if loader and loader.batch_size:
+        larger = f"batch_size {loader.batch_size} → {2 * loader.batch_size}{at(where)}"
     fix = (
         f"A suggestion, since it changes what is trained: try {larger} while memory lasts, with the learning rate "
         "times √2 for Adam-like optimizers (× 2 for SGD). `fulltilt plan RUN` tells which batches fit."
@@ -166,8 +164,8 @@ def free_switches(evidence: Evidence) -> Judgement:
     return found(evidence, "free_switches", cost_s, facts, fix, None, gain(1.0, amdahl(evidence.share(cost_s))))
 
 
-# Its batches hold texts of like length already. And what visobert has without residency.
-_OF_LIKE_LENGTH, _WITHOUT_RESIDENCY = "TextLoader", "TokenisedTexts"
+# Its batches hold texts of like length already.
+_OF_LIKE_LENGTH = "TextLoader"
 
 
 def padding_waste(evidence: Evidence) -> Judgement:
@@ -182,20 +180,18 @@ def padding_waste(evidence: Evidence) -> Judgement:
         f"{percent(loader.padding_share)} of what the batches hold is padding",
         time_spent(evidence, "compute on padding", cost_s),
     ]
-    predicted = None if loader.dataset == _OF_LIKE_LENGTH else by_removing(evidence.share(cost_s))
+    predicted: Gain | None = by_removing(evidence.share(cost_s))
     if loader.dataset == _OF_LIKE_LENGTH:
+        predicted = None
         fix = (
-            "Texts of like length share a batch already, but the lengths within one still differ: give a budget of "
-            "tokens in place of the batch size (tokens_per_batch), which makes batches of long texts smaller, or a "
-            "smaller batch size. Both change what is trained."
+            "Texts of like length share a batch already: give a budget of tokens in place of the batch size "
+            "(tokens_per_batch), or a smaller batch size. Both change what is trained."
         )
-    elif loader.dataset == _WITHOUT_RESIDENCY and evidence.run.run.asked.residency == "none":
-        fix = "Leave out residency: none. Then texts of like length share a batch."
     else:
         fix = (
             f"Put texts of like length into one batch{at(loader.where)}: sort chunks of some hundred batches by "
-            "length, shuffle the batches (a batch_sampler), and pad to the longest of each batch, not to a fixed "
-            "length. With Hugging Face: group_by_length=True and DataCollatorWithPadding."
+            "length, shuffle the batches, and pad to the longest of each. With Hugging Face: group_by_length=True and "
+            "DataCollatorWithPadding."
         )
     return found(evidence, "padding_waste", cost_s, facts, fix, loader.where, predicted)
 
@@ -260,14 +256,14 @@ def transfer_blocking(evidence: Evidence) -> Judgement:
     transfer = evidence.rank.transfer
     if transfer is None:
         return Abstention("transfer_blocking", "how the batches were copied (pinned or not, blocking or not)")
-    parts = [f"{number(transfer.copies / max(evidence.throughput.steps, 1))} copies a step"]
+    copies = f"{number(transfer.copies / max(evidence.throughput.steps, 1))} copies a step"
     if transfer.bytes is not None and transfer.copies:
-        parts.append(f"{size(transfer.bytes / transfer.copies)} each")
+        copies += f", {size(transfer.bytes / transfer.copies)} each"
     if transfer.pageable_share is not None:
-        parts.append(f"{percent(transfer.pageable_share)} from pageable memory")
+        copies += f", {percent(transfer.pageable_share)} from pageable memory"
     if transfer.blocking_share is not None:
-        parts.append(f"{percent(transfer.blocking_share)} blocking")
-    facts = [time_spent(evidence, "copying to the GPU", cost_s), ", ".join(parts)]
+        copies += f", {percent(transfer.blocking_share)} blocking"
+    facts = [time_spent(evidence, "copying to the GPU", cost_s), copies]
     fix = _overlap_copies(evidence, transfer)
     return found(evidence, "transfer_blocking", cost_s, facts, fix, transfer.where, by_removing(share))
 
@@ -284,8 +280,8 @@ def _overlap_copies(evidence: Evidence, transfer: TransferRecord) -> str:
         steps.append(f"copy without waiting: .to(device, non_blocking=True){at(transfer.where)}")
     if not steps:
         return (
-            f"The copies{at(transfer.where)} are pinned and do not block, so they are simply large: send uint8 or "
-            "bfloat16 and convert on the GPU, or copy the next batch on a second stream while this one trains."
+            f"The copies{at(transfer.where)} are pinned and do not block, but large: send uint8 or bfloat16 and "
+            "convert on the GPU, or copy the next batch on a second stream."
         )
     return capital(f"{' and '.join(steps)}.")
 
@@ -394,10 +390,8 @@ def throttled(evidence: Evidence) -> Judgement:
     clock = clock_ratio(reading for reading in readings if reading.uuid == worst.uuid)
     reasons = ", ".join(worst.throttle_reasons).replace("_", " ") or "no reason given"
     facts = [f"GPU {worst.index} was slowed down in {percent(share)} of the readings: {reasons}"]
-    if clock is not None:
-        facts.append(f"its clock was at {percent(clock)} of its maximum")
-    if worst.temperature_peak_c is not None:
-        facts.append(f"it reached {number(worst.temperature_peak_c)} °C")
+    facts += [f"its clock was at {percent(clock)} of its maximum"] if clock is not None else []
+    facts += [f"it reached {celsius(worst.temperature_peak_c)}"] if worst.temperature_peak_c is not None else []
     hot = any("thermal" in reason.lower() for reason in worst.throttle_reasons)
     fix = "Give the GPU its power: raise the limit (nvidia-smi -pl), check the supply and its cables."
     if hot:
@@ -418,12 +412,13 @@ def gpu_shared(evidence: Evidence) -> Judgement:
     if crowded is None or not crowded.foreign_processes:
         return None
     others = crowded.foreign_processes
-    facts = [f"GPU {crowded.index} also runs {_process(p.name, p.pid, p.vram_used_bytes)}" for p in others[:3]]
+    facts = [
+        f"GPU {crowded.index} also runs {other.name or 'a process'} (pid {other.pid}, {size(other.vram_used_bytes)})"
+        for other in others[:3]
+    ]
     if len(others) > 3:
         facts.append(f"and {len(others) - 3} more")
-    wait = f"wait for the other {'process' if len(others) == 1 else 'processes'} to end"
-    own = "Give the job a GPU of its own (CUDA_VISIBLE_DEVICES)"
-    fix = f"{own}, or {wait}: timings beside others are not the job's own."
+    fix = "Give the job a GPU of its own (CUDA_VISIBLE_DEVICES): timings beside others are not its own."
     # Processes that compute take turns; an idle one, such as a notebook somebody left open, only takes memory.
     use_pct = use_before_the_job(evidence.run, crowded.uuid)
     if use_pct is not None:
@@ -433,8 +428,3 @@ def gpu_shared(evidence: Evidence) -> Judgement:
     cost_s = evidence.buckets.compute_s * len(others) / (len(others) + 1)
     predicted = gain(1.0, amdahl(evidence.share(cost_s)))
     return found(evidence, "gpu_shared", cost_s, facts, fix, None, predicted, "warn")
-
-
-def _process(name: str | None, pid: int, vram_bytes: int | None) -> str:
-    memory = f", {size(vram_bytes)}" if vram_bytes is not None else ""
-    return f"{name or 'a process'} (pid {pid}{memory})"

@@ -44,11 +44,8 @@ def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
         trial = on_trial(live)
         if trial is None or not live.before.num_workers:
             return judgement
-        # The first trial had not come to its end: what the workers did is of two settings, and advises nothing.
-        fix = (
-            f"Run it longer with --auto, or once without. Live tuning had only begun to try {settings_words(trial)}, "
-            "and the figures of the workers mix that with the script's own settings."
-        )
+        # What the workers did is of two settings, and advises nothing.
+        fix = f"Run it longer with --auto, or once without: it had only begun to try {settings_words(trial)}."
         facts = tuple(_facts(evidence, live))
         return replace(judgement, code=code, evidence=facts, fix=fix, predicted_speedup=gain_without_wait(evidence))
     serial = live.before.num_workers == 0 and judgement.code in _INPUT
@@ -91,7 +88,7 @@ def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
         tried = "; ".join(settings_words(move.settings) for move in _judged(live))
         fix = f"Leave the loader{place} at {settings_words(live.settings)}. Live tuning tried what could pay: {tried}."
     if (trial := on_trial(live)) is not None:
-        fix += f" On trial at the end: {settings_words(trial)}; a longer run with --auto would tell if that pays more."
+        fix += f" On trial at the end: {settings_words(trial)}."
     if _still_waits(live):
         line = costliest_line(evidence)
         cheaper = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"

@@ -51,7 +51,7 @@ def memory_pressure(evidence: Evidence) -> Judgement:
     if retries:
         facts.append(f"the GPU's allocator ran out and freed its cache {count('time', retries)}")
         fixes.append(
-            "leave the GPU some memory: a smaller micro-batch with accumulation, gradient checkpointing, or "
+            "leave the GPU some memory: a smaller micro-batch, gradient checkpointing, or "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation"
         )
     elif vram_share is not None and vram_share > LIMITS.vram_full_share:
@@ -117,10 +117,9 @@ def worker_memory_growth(evidence: Evidence) -> Judgement:
     if loader.objects:
         facts.append(f"the data set {loader.dataset} keeps Python objects: {loader.objects}")
     fix = (
-        f"Let the data set{at(loader.where)} keep arrays in place of Python objects: a NumPy array or a tensor for "
-        "numbers, one array of bytes with offsets for texts and paths. A list or dict is shared between workers only "
-        "until it is read: each look counts references, and its pages are copied. Nor should __getitem__ store what it "
-        "has read. Until then: persistent_workers=False frees it after each pass, fewer workers fill it later."
+        f"Let the data set{at(loader.where)} keep arrays in place of Python objects: a list or dict is shared between "
+        "workers only until it is read. Nor should __getitem__ store what it has read. Until then: "
+        "persistent_workers=False frees it after each pass, fewer workers fill it later."
     )
     severity: Severity = "severe" if full_s < _SOON_S or killed else "warn"
     return found(evidence, "worker_memory_growth", 0.0, facts, fix, loader.where, None, severity)
@@ -145,18 +144,16 @@ def cpu_affinity(evidence: Evidence) -> Judgement:
         whose = "the process" if rank.cpus is not None and rank.cpus <= work.cpus else "a worker"
         facts.append(f"{whose} could use {cpus(began)} when it began: an import, or a call, has bound it since")
         fix = (
-            f"Find what binds {whose}: os.sched_setaffinity or psutil's cpu_affinity in the script or in a library, "
-            "OMP_PROC_BIND, GOMP_CPU_AFFINITY or KMP_AFFINITY in the environment (unset them). Until then, undo it in "
-            f"the workers: DataLoader(..., worker_init_fn=...){at(loader.where)} with {restore}."
+            f"Find what binds {whose}: os.sched_setaffinity in the script or in a library, or OMP_PROC_BIND, "
+            "GOMP_CPU_AFFINITY or KMP_AFFINITY in the environment."
         )
     else:
         facts.append(f"it began so: the command that started it binds it to {cpus(work.cpus)}")
         fix = (
             "Start the job without the binding (taskset, numactl --physcpubind, cpuset). Slurm: "
-            f"srun --cpus-per-task={allowed}, since srun does not take sbatch's (or export "
-            "SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK), or --cpu-bind=none. Or, where it is allowed, undo it in the "
-            f"workers: worker_init_fn{at(loader.where)} with {restore}."
+            f"srun --cpus-per-task={allowed} (srun does not take sbatch's), or --cpu-bind=none."
         )
+    fix += f" Until then, undo it in the workers: worker_init_fn{at(loader.where)} with {restore}."
     wider = min(allowed, loader.num_workers + 1) / work.cpus
     slowed_s = evidence.buckets.data_wait_s
     if not evidence.on_gpu and rank.cpus is not None and rank.cpus <= work.cpus:
@@ -190,9 +187,8 @@ def launch_contended(evidence: Evidence) -> Judgement:
         tuned = evidence.live is not None and evidence.live.settings.num_workers != evidence.live.before.num_workers
         lower = "" if tuned else f"lower num_workers {workers} → {fewer}{at(where)}, "
         fix = (
-            f"Leave the training thread a CPU: {lower}"
-            "one thread in each worker (torch.set_num_threads(1), cv2.setNumThreads(0), OMP_NUM_THREADS=1, "
-            "TOKENIZERS_PARALLELISM=false), or os.nice(10) in worker_init_fn, so that workers give way."
+            f"Leave the training thread a CPU: {lower}one thread in each worker (OMP_NUM_THREADS=1, "
+            "cv2.setNumThreads(0), TOKENIZERS_PARALLELISM=false), or os.nice(10) in worker_init_fn."
         )
     elif own:
         fix = "Leave the training thread a CPU: fewer threads and processes beside it (OMP_NUM_THREADS, loggers)."
@@ -211,8 +207,8 @@ def gil_contended(evidence: Evidence) -> Judgement:
     lines = evidence.busy_threads[0].lines
     told = f"the training thread stands still in {percent(share)} of the time after start-up, without the GIL or a CPU"
     fix = (
-        f"Give the work of {named} to a process, which has a GIL of its own: for batches a DataLoader with "
-        "num_workers, for anything else multiprocessing.Process in place of the thread."
+        f"Give the work of {named} to a process, which has a GIL of its own: a DataLoader with num_workers, or "
+        "multiprocessing.Process."
     )
     where = lines[0].where if lines else None
     return found(evidence, "gil_contended", cost_s, [told, fact], fix, where, gain(1.0, amdahl(share)))

@@ -29,11 +29,9 @@ _ADVICE = {
 }
 
 _LESS_GATHERING = (
-    "Gather less: reshard_after_forward=False keeps the parameters until backward, which halves the gathering where "
-    "they fit. fully_shard each block of the model, so that the next one is gathered while this one computes; gather "
-    "in bfloat16 (MixedPrecisionPolicy(param_dtype=torch.bfloat16)); accumulate under "
-    "set_requires_gradient_sync(False); or take a larger batch. Where the model fits on one GPU, use "
-    "DistributedDataParallel."
+    "Gather less: reshard_after_forward=False halves the gathering where the parameters fit; fully_shard each block of "
+    "the model; gather in bfloat16 (MixedPrecisionPolicy(param_dtype=torch.bfloat16)); or take a larger batch. Where "
+    "the model fits on one GPU, use DistributedDataParallel."
 )
 
 
@@ -95,8 +93,8 @@ def _uneven(evidence: Evidence) -> Judgement:
         + ", ".join(f"rank {rank.rank} in {percent(rank.last_share or 0.0)}" for rank in often),
     ]
     fix = (
-        "No rank is to blame: batches take unevenly long to load, and each step waits for the slowest of them. Let "
-        "queues even it out: more workers, a larger prefetch_factor, and batches of equal cost on all ranks."
+        "No rank is to blame: batches take unevenly long to load. Let queues even it out: more workers, a larger "
+        "prefetch_factor, and batches of equal cost on all ranks."
     )
     return found(evidence, "straggler", waits_s, facts, fix, None, by_removing(share))
 
@@ -131,7 +129,7 @@ def communication_bound(evidence: Evidence) -> Judgement:
     fix = _LESS_GATHERING
     if not sharded:
         fix = (
-            "Exchange less often: accumulate gradients over k batches under model.no_sync(), which leaves 1/k of it "
+            "Exchange less often: accumulate gradients over k batches under model.no_sync() "
             f"(k = 4: {percent(share)} → {percent(share_left(share, 4))}). Or exchange less: model.register_comm_hook("
             "None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook) halves the bytes."
         )
@@ -153,9 +151,8 @@ def find_unused_parameters(evidence: Evidence) -> Judgement:
     ]
     fix = (
         f"Leave find_unused_parameters out{at(where)}, unless some steps skip a part of the model (Hugging Face: "
-        'ddp_find_unused_parameters=False; Lightning: strategy="ddp"). It saves a walk through the graph and an '
-        "exchange in each step, and buckets are then sent in the order in which they are ready: mostly a few per cent, "
-        "which was not measured here."
+        'ddp_find_unused_parameters=False; Lightning: strategy="ddp"). It saves a walk through the graph in each '
+        "step: mostly a few per cent, which was not measured here."
     )
     return found(evidence, "find_unused_parameters", 0.0, facts, fix, where, None, "info")
 

@@ -50,15 +50,14 @@ def slowing_down(evidence: Evidence) -> Judgement:
     if slower.bucket == "compute_s":
         # Growing inputs (a curriculum, longer texts) are meant, and look the same.
         fix = (
-            "Unless the inputs grow on purpose: keep no tensors of earlier steps in the graph (loss.detach(), .item() "
-            "now and then), and look for state that the model collects in forward."
+            "Unless the inputs grow on purpose: keep no tensors of earlier steps in the graph (loss.detach()), nor "
+            "state that the model collects in forward."
         )
         return found(evidence, "slowing_down", slower.lost_s, facts, fix, None, None, "info")
     place = f"{lines[0].call or lines[0].function}{at(where)}" if lines else BUCKET_WORDS[slower.bucket]
     fix = (
         f"{place} takes longer the longer the job runs: look for what grows and is gone through each time (a list, a "
-        "dict, a file, a log). Go through it less often, such as once an epoch, keep a running sum in its place, or "
-        "bound it (collections.deque(maxlen=...)), with a smaller bound where it has one."
+        "file, a log). Go through it once an epoch, keep a running sum, or bound it (collections.deque(maxlen=...))."
     )
     # At least what this run lost; what one that goes on would win is the late step over the early one.
     predicted = gain(amdahl(share), max(slower.late_s / slower.early_s, amdahl(share)))
@@ -88,13 +87,10 @@ _ENVIRONMENT = (
     "(stable-baselines3: make_vec_env(..., n_envs=8, vec_env_cls=SubprocVecEnv); gymnasium: AsyncVectorEnv)"
 )
 _OTHERWISE = (
-    "take it out of the step where that does not need it: do it once before the training, every {every} steps, or in a "
-    "second thread; where it does, work on whole tensors, not on numbers in Python"
+    "take it out of the step (once before the training, every {every} steps, in a second thread), or work on whole "
+    "tensors, not on numbers in Python"
 )
-_SELDOM = (
-    "most steps are free of it, and it takes long when it comes: do it once before the training, more seldom still, "
-    "or in a second thread or process meanwhile"
-)
+_SELDOM = "it comes seldom and takes long: do it once before the training, more seldom still, or in a second thread"
 
 
 def host_code(evidence: Evidence) -> Judgement:
@@ -131,7 +127,7 @@ def host_code(evidence: Evidence) -> Judgement:
         where = _users_call(evidence)
         fix = (
             f"{lines[0].where} is code of a library's: change what it is asked for{at(where)} (how often it logs, "
-            "plots, copies), or what data it is given."
+            "plots, copies)."
         )
         return found(evidence, "host_code", cost_s, facts, fix, where or lines[0].where, predicted)
     fix = f"Find the slow code: {_OTHERWISE.format(every=100)}."
@@ -190,9 +186,8 @@ def recompiling(evidence: Evidence) -> Judgement:
         *(f"{seconds(line.seconds)} in {line.function}, {line.where}: {line.call}" for line in lines[:3]),
     ]
     fix = (
-        f"Tell torch.compile what changes{at(lines[0].where)}: torch.compile(model, dynamic=True) or "
-        "torch._dynamo.mark_dynamic(tensor, dim) for a size that varies. Or pad batches to fixed shapes, "
-        "and leave out the last, smaller one (drop_last=True)."
+        f"Tell torch.compile what changes{at(lines[0].where)}: torch.compile(model, dynamic=True), or "
+        "torch._dynamo.mark_dynamic(tensor, dim). Or pad batches to fixed shapes, with drop_last=True."
     )
     return found(evidence, "recompiling", share * evidence.active_s, facts, fix, lines[0].where, by_removing(share))
 
@@ -218,13 +213,11 @@ def gc_pauses(evidence: Evidence) -> Judgement:
     if asked_s > LIMITS.recovered_low * record.seconds:
         where = record.asked_for[0].where
         facts.append(f"{percent(min(asked_s / record.seconds, 1.0))} of it is asked for by gc.collect(){at(where)}")
-        fix = f"Drop gc.collect(){at(where)}: what nobody refers to any more is freed at once without it."
-        fix += " Where cycles really have to go, collect once an epoch."
+        fix = f"Drop gc.collect(){at(where)}, or collect once an epoch: what nobody refers to is freed without it."
     else:
         fix = (
             "Take what stays out of the collector's sight: gc.collect(); gc.freeze() once, right before the loop. "
-            "Or gc.disable() there, and gc.collect() every few hundred steps. Fewer Python objects (NumPy arrays "
-            "in place of lists of lists, dicts or tuples) make each collection shorter."
+            "Fewer Python objects (NumPy arrays in place of lists) make each collection shorter."
         )
     return found(evidence, "gc_pauses", cost_s, facts, fix, where, by_removing(share))
 
@@ -278,10 +271,7 @@ def validation_heavy(evidence: Evidence) -> Judgement:
         call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
         fix += f" Its loader{at(loader.where)} has no workers: {call}."
     if loader is None:
-        fix += (
-            " No loader brings anything to these passes: if they make what is then trained on (rollouts, generated "
-            "text), they are no validation; let several run at once, in one batch or in processes of their own."
-        )
+        fix += " If it makes what is then trained on (rollouts, generated text): let several run at once."
     else:
         fix += " A larger batch makes each one faster and changes no result."
     return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
@@ -314,8 +304,7 @@ def checkpoint_stall(evidence: Evidence) -> Judgement:
     rarely, beside = amdahl(share * (1 - 1 / every)), amdahl(share * (1 - LIMITS.async_checkpoint_part))
     if any(loader.made_by == "fulltilt" for loader in evidence.rank.loaders):
         fix = (
-            "Every epoch ends with a save, and save_every in the settings adds more: leave it out, or make it "
-            f"{every} times as large ({falls}). Where it is not set, put the run folder (--out) on a faster disk."
+            f"Leave out save_every in the settings, or make it {every} times as large ({falls}); or use a faster disk."
         )
         beside = 1 + (rarely - 1) * LIMITS.recovered_low
     elif library := library_of(lines[0] if lines else None):
@@ -324,8 +313,7 @@ def checkpoint_stall(evidence: Evidence) -> Judgement:
     else:
         fix = (
             f"Save every {_ordinal(every)} time{at(where)}: {falls}. "
-            "Or save beside the training: copy the state to host memory and let a thread write it "
-            "(torch.distributed.checkpoint.async_save does both)."
+            "Or save beside the training (torch.distributed.checkpoint.async_save)."
         )
     predicted = gain(min(rarely, beside), max(rarely, beside))
     return found(evidence, "checkpoint_stall", cost_s, facts, fix, where, predicted)
