@@ -14,9 +14,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from fulltilt.report.console import ERRORS, encodable
-from fulltilt.report.palette import BUCKET_TINTS
+from fulltilt.report.palette import BUCKET_TINTS, Tint
 from fulltilt.report.run_view import Lane, Part, StepPicture, _fetching_title
-from fulltilt.report.terminal import show, split_cells, step_lines, verdict_lines
+from fulltilt.report.terminal import ledger_bar, show, step_lines, verdict_lines
 from tests.report import examples
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -137,14 +137,14 @@ def test_the_short_form_is_one_line_for_each_thing():
         assert not any("\n" in line or "\x1b" in line for line in verdict_lines(diagnosis, run.folder))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "width"), [([1, 1, 1], 80), ([0.999, 0.0005, 0.0005], 80), ([5], 1), ([0, 0], 10), ([3, 0, 1], 7)]
-)
-def test_cells_fill_the_bar(lengths, width):
-    cells = split_cells(lengths, width)
-    assert sum(cells) == (width if sum(lengths) else 0)
-    for length, count in zip(lengths, cells, strict=True):
-        assert abs(count - length / (sum(lengths) or 1) * width) < 1
+@pytest.mark.parametrize("width", [1, 7, 80])
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (0.999, 0.0005, 0.0005), (5, 0, 0), (3, 0, 1)])
+def test_parts_fill_the_bar_in_proportion(lengths, width):
+    tints = [Tint(name, "#000000", "", name) for name in "abc"]
+    bar = ledger_bar(list(zip(tints, lengths, strict=True)), width, colour=False).plain
+    assert len(bar) == width
+    for tint, length in zip(tints, lengths, strict=True):
+        assert abs(bar.count(tint.pattern) - length / sum(lengths) * width) <= 1
 
 
 def test_lines_of_loading_without_workers_are_not_said_to_be_theirs():

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import reduce
-from itertools import islice
-from statistics import median
+from itertools import combinations, islice
+from statistics import fmean, median
 
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import seconds
@@ -257,7 +257,7 @@ def hung_stretch(run: Run) -> Span | None:
 
 # What a step holds; validation, saves and starts of passes do not come with every one.
 _OF_A_STEP = ("data_wait_s", "transfer_s", "compute_s", "sync_s", "host_code_s", "communication_s")
-_WINDOWS = 8
+_WINDOWS, _QUARTER = 8, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,33 +285,31 @@ def find_slowdown(spans: Spans) -> Slowdown | None:
     trained_s = sum(getattr(span.buckets, name) for span in stepping for name in _OF_A_STEP)
     if trained_s < LIMITS.slowing_least_s or len(stepping) < 5 * _WINDOWS:
         return None
-    spent_s = [[0.0] * _WINDOWS for _ in _OF_A_STEP]
-    sized = [0.0] * _WINDOWS
-    passed = 0.0
+    spent, sized, passed = [Buckets()] * _WINDOWS, [0.0] * _WINDOWS, 0.0
     for span, size in zip(stepping, sizes, strict=True):
         window = min(int(_WINDOWS * (passed + size / 2) / total), _WINDOWS - 1)
         passed += size
         sized[window] += size
-        for column, name in zip(spent_s, _OF_A_STEP, strict=True):
-            column[window] += getattr(span.buckets, name)
+        spent[window] = spent[window].plus(span.buckets)
     if not all(sized):
         return None
     steps = sum(span.steps for span in stepping)
-    each = [[spent / size * total / steps for spent, size in zip(column, sized, strict=True)] for column in spent_s]
-    whole = [sum(column) for column in zip(*each, strict=True)]
-    quarter = _WINDOWS // 4
-    early_s, late_s = sum(whole[:quarter]) / quarter, sum(whole[-quarter:]) / quarter
-    growths = [(sum(one[-quarter:]) - sum(one[:quarter])) / quarter for one in each]
-    grown_s, place = max((growth, place) for place, growth in enumerate(growths))
+    # Seconds a step in each window.
+    windows = [_scaled(buckets, total / steps / size) for buckets, size in zip(spent, sized, strict=True)]
+    each = {name: [getattr(window, name) for window in windows] for name in _OF_A_STEP}
+    whole = [sum(column) for column in zip(*each.values(), strict=True)]
+    early_s, late_s = fmean(whole[:_QUARTER]), fmean(whole[-_QUARTER:])
+    growths = {name: fmean(one[-_QUARTER:]) - fmean(one[:_QUARTER]) for name, one in each.items()}
+    grown_s, bucket = max((growth, name) for name, growth in growths.items())
     if grown_s < least_growth * early_s or 2 * grown_s < late_s - early_s or late_s < (1 + least_growth) * early_s:
         return None
     # A neighbour that comes is one leap of all buckets, and noise falls as often as it rises.
-    grows = each[place]
-    rising = sum(later > earlier for number, earlier in enumerate(grows) for later in grows[number + 1 :])
-    if rising < 0.85 * _WINDOWS * (_WINDOWS - 1) / 2 or min(grows[-quarter:]) <= max(grows[: quarter + 1]):
+    grows = each[bucket]
+    rising = [later > earlier for earlier, later in combinations(grows, 2)]
+    if fmean(rising) < 0.85 or min(grows[-_QUARTER:]) <= max(grows[: _QUARTER + 1]):
         return None
     lost_s = sum(max(step_s - early_s, 0.0) for step_s in whole) * steps / _WINDOWS
-    return Slowdown(early_s, late_s, _OF_A_STEP[place], grown_s, lost_s)
+    return Slowdown(early_s, late_s, bucket, grown_s, lost_s)
 
 
 # --------------------------------------------------------------------------- a job's attempts, and its goodput

@@ -141,18 +141,10 @@ def beside_training(loader: LoaderRecord, workers: int) -> str | None:
     return words.format(workers) if words else None
 
 
-def shards_limit(loader: LoaderRecord) -> str:
-    """What bounds the workers of a streamed data set, as a sentence; nothing for other data sets."""
-    if not loader.iterable or loader.dataset != _HUGGING_FACE_STREAM:
-        return ""
-    return " Each worker reads shards of its own: no more of them work than the data set has (dataset.num_shards)."
-
-
-_HUGGING_FACE_STREAM = "IterableDataset"
 # Streamed data sets that give each worker a part of their own.
 _DIVIDE_THEMSELVES = (
     *("WebDataset", "WebLoader", "DataPipeline", "StreamingDataset", "CombinedStreamingDataset"),
-    _HUGGING_FACE_STREAM,
+    "IterableDataset",  # of Hugging Face
 )
 
 

@@ -29,19 +29,6 @@ def fill(tint: Tint, colour: bool) -> tuple[str, str]:
     return ("█", tint.colour) if colour else (tint.pattern, "")
 
 
-def split_cells(lengths: Sequence[float], width: int) -> list[int]:
-    """``width`` cells shared out in proportion (largest remainder), so that a bar is always full."""
-    total = sum(lengths)
-    if total <= 0:
-        return [0] * len(lengths)
-    exact = [length / total * width for length in lengths]
-    cells = [int(cell) for cell in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: exact[i] - cells[i], reverse=True)
-    for i in by_remainder[: width - sum(cells)]:
-        cells[i] += 1
-    return cells
-
-
 def bucket_parts(buckets: Buckets, order: Iterable[str]) -> list[tuple[Tint, float]]:
     """Buckets with their tints, in the given order."""
     return [(BUCKET_TINTS[name], getattr(buckets, name)) for name in order]
@@ -50,10 +37,11 @@ def bucket_parts(buckets: Buckets, order: Iterable[str]) -> list[tuple[Tint, flo
 def ledger_bar(parts: Sequence[tuple[Tint, float]], width: int, colour: bool) -> Text:
     """One line in which each part has its share of ``width`` characters."""
     bar = Text(no_wrap=True)
-    cells = split_cells([length for _, length in parts], width)
-    for (tint, _), count in zip(parts, cells, strict=True):
+    total, reached = sum(length for _, length in parts), 0.0
+    for tint, length in parts:
         character, style = fill(tint, colour)
-        bar.append(character * count, style)
+        reached += length
+        bar.append(character * (round(reached / total * width) - bar.cell_len), style)
     return bar
 
 

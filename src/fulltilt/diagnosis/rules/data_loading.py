@@ -28,7 +28,7 @@ from fulltilt.diagnosis.findings import (
     time_spent,
 )
 from fulltilt.diagnosis.ledger import hung_stretch
-from fulltilt.diagnosis.libraries import beside_training, divides_itself, keeps_workers, setting_name, shards_limit
+from fulltilt.diagnosis.libraries import beside_training, divides_itself, keeps_workers, setting_name
 from fulltilt.diagnosis.loader_bottleneck import Limit, Supply, queue_for_cpus, sampling_share
 from fulltilt.diagnosis.preflight import PLACES
 from fulltilt.diagnosis.rules.worker_count import (
@@ -154,7 +154,6 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
         fix = f"Have the next batches made while this one trains{at(loader.where)}: {beside}."
     if plan:
         fix += f" {capital(_need_and_room(evidence, plan))}."
-    fix += shards_limit(loader)
     if loader.iterable and beside is None and not divides_itself(loader):
         fix += " Its IterableDataset must split the work by get_worker_info(), or every worker yields all of it."
     predicted = plan.gain if plan else gain_without_wait(evidence)
