@@ -50,9 +50,7 @@ def test_reading_back_swap_is_fatal_and_comes_first() -> None:
     assert (finding.severity, finding.predicted_speedup) == ("severe", None)
     assert finding.share == pytest.approx(100 / 100)
     assert finding.evidence == ("38.1 MiB/s are read back from swap", "RAM is at 97 % of its limit")
-    assert finding.fix == (
-        "Lower num_workers 8 → 4 at train.py:31 and prefetch_factor 4 → 2 (30.5 MiB of batches are kept ready)."
-    )
+    assert finding.fix == ("Lower num_workers 8 → 4 at train.py:31 (30.5 MiB of batches are kept ready).")
     assert answer(run).verdict.code == "memory_pressure"
 
 

@@ -34,7 +34,7 @@ def spans(slow_s: float) -> list[Span]:
         buckets = Buckets(**{name: n * each for name, each in part.items()})
         phases = Phases(*(n * each for each in (0.02, 0.001, 0.1, 0.1, 0.02, 0.01, 0.2, 0.1)))
         times = (10 + before * STEP_S, 10 + end * STEP_S)
-        made.append(Span(*times, before, n, n, n * 8, buckets, data_wait_max_s=0.02, phases=phases))
+        made.append(Span(*times, before, n, n, n * 8, buckets, phases=phases))
         before = end
     return made
 

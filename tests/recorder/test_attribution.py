@@ -31,7 +31,7 @@ class StackSampler(SimpleNamespace):
 def step(at_s: float, busy_s: float, starved_s: float) -> Interval:
     times = ActivityTimes({"busy": busy_s * S, "starved": starved_s * S})
     took_ns = (busy_s + starved_s) * S
-    return Interval(at_s * S, at_s * S + took_ns, 1, 0, 1, 32, 0, times, took_ns, 0.0, 0.0, gpu=True)
+    return Interval(at_s * S, at_s * S + took_ns, 1, 0, 1, 32, 0, times, took_ns, 0.0, gpu=True)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -78,7 +78,7 @@ def test_what_measuring_closely_took_is_no_part_of_the_time_at_rest() -> None:
 
 def test_a_generators_time_is_loading_in_the_picture_of_a_step() -> None:
     times = ActivityTimes({"user": 1.0 * S}, {"user": 1.0 * S}, {Activity.OPTIMIZER: 1.0 * S})
-    made = Interval(0, S, 1, 0, 1, 32, 0, times, S, 0.0, 0.0)
+    made = Interval(0, S, 1, 0, 1, 32, 0, times, S, 0.0)
     seen = {Activity.OPTIMIZER: {"torch": 1.0, "data_wait": 6.0, "host": 3.0}}
     attributed = attribute(made, seen, Usual())
     assert attributed.phases is not None

@@ -306,7 +306,7 @@ def test_what_a_step_waits_for_other_ranks_is_communication() -> None:
 
 def test_what_hooks_take_inside_backward_is_host_code() -> None:
     times = ActivityTimes({"backward": 8e9, "optimizer": 1e9, "user": 1e9})
-    interval = Interval(0.0, 10e9, 1, 0, 1, 8, 0, times, 10e9, 0.0, 0.0, gpu=False)
+    interval = Interval(0.0, 10e9, 1, 0, 1, 8, 0, times, 10e9, 0.0, gpu=False)
     buckets = attribute(interval, TORCH, Usual(), in_backward={"host": 3.0, "torch": 1.0}).buckets
     assert (buckets.host_code_s, buckets.compute_s) == (pytest.approx(6.0), pytest.approx(4.0))
     assert attribute(interval, TORCH, Usual()).buckets.compute_s == pytest.approx(10.0)
@@ -349,7 +349,6 @@ def test_waits_that_are_booked_at_rest_are_not_divided_into_it_again() -> None:
     assert closes(loop.finish())
     found = divided(loop.intervals, TORCH)
     assert found["data_wait_s"] == pytest.approx(0.75 * sum(found.values()), rel=0.02)
-    assert max(interval.data_wait_max_ns for interval in loop.intervals) == 3 * MS
 
 
 def test_a_rare_long_step_is_not_taken_for_the_usual_one() -> None:

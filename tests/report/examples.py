@@ -113,7 +113,6 @@ class Tape:
                     gpu_busy_s=busy if gpu else None,
                     gpu_idle_s=idle if gpu else None,
                 ),
-                wait_max_s=load / fold * 1.1,
             )
 
     def _add(
@@ -124,7 +123,6 @@ class Tape:
         steps: int,
         samples: int | None,
         phases: Phases | None,
-        wait_max_s: float | None = None,
     ) -> None:
         end_s = self.now_s + buckets.total_s
         span = Span(
@@ -136,7 +134,6 @@ class Tape:
             samples=samples,
             buckets=buckets,
             epoch=epoch,
-            data_wait_max_s=wait_max_s,
             phases=phases,
         )
         self.spans.append(span)

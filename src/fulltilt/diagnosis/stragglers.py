@@ -165,8 +165,6 @@ def compare_ranks(run: Run, each: list[Buckets], steps: RankSteps | None = None)
 
 def _by_chance(times: int, events: int, probability: float) -> float:
     """How likely it is that one of equal ranks comes last so often."""
-    if events > 200:  # a part of them, in proportion: large powers lose their digits
-        times, events = round(times * 200 / events), 200
     return sum(comb(events, k) * probability**k * (1 - probability) ** (events - k) for k in range(times, events + 1))
 
 

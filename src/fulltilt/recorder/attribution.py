@@ -359,7 +359,6 @@ class SpanBuilder:
                 buckets=attributed.buckets,
                 epoch=interval.epoch,
                 skipped_steps=interval.skipped,
-                data_wait_max_s=interval.data_wait_max_ns * NS,
                 phases=attributed.phases if interval.steps else None,
             )
             state.steps_attributed += interval.steps

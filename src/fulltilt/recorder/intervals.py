@@ -41,7 +41,6 @@ class Interval:
     epoch: int = 0
     times: ActivityTimes = field(default_factory=ActivityTimes)
     step_max_ns: float = 0.0
-    data_wait_max_ns: float = 0.0
     sync_blocked_ns: float = 0.0
     gpu: bool = False
     # Measured waits for data that would be booked even at rest, and by label what was booked at rest.
@@ -195,14 +194,9 @@ class IntervalBuilder:
             self._relabel_wait("validation")
         elif fact.first and fact.workers:
             self._relabel_wait("epoch_turnover")
-        else:
-            self._note_longest_wait()
-            if self._data_wait_ns > LONG_WAIT_NS:
-                self._interval.long_waits_ns += self._data_wait_ns
+        elif self._data_wait_ns > LONG_WAIT_NS:
+            self._interval.long_waits_ns += self._data_wait_ns
         self._data_wait_ns = 0.0
-
-    def _note_longest_wait(self) -> None:
-        self._interval.data_wait_max_ns = max(self._interval.data_wait_max_ns, self._data_wait_ns)
 
     def _relabel_wait(self, label: str) -> None:
         """The wait that just ended was not the usual one."""
@@ -284,8 +278,6 @@ class IntervalBuilder:
         if fact.turnover:
             label = "epoch_turnover"
             self._relabel_wait(label)
-        else:
-            self._note_longest_wait()
         booked[label] = booked.get(label, 0.0) + fact.ns
         self._data_wait_ns = 0.0
 

@@ -228,7 +228,6 @@ class Span:
     buckets: Buckets
     epoch: int = 0
     skipped_steps: int = 0
-    data_wait_max_s: float | None = None
     phases: Phases | None = None
 
 

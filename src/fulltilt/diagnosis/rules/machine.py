@@ -67,13 +67,10 @@ def memory_pressure(evidence: Evidence) -> Judgement:
 def _less_ram(loader: LoaderRecord | None) -> str:
     if loader is None or loader.num_workers == 0:
         return "hold less in memory: load the data piece by piece, or map it from disk (numpy.memmap)"
-    prefetch = loader.prefetch_factor or 2
-    fewer = max(loader.num_workers // 2, 1)
-    text = f"lower num_workers {loader.num_workers} → {fewer}{at(loader.where)}"
-    if prefetch > 2:
-        text += f" and prefetch_factor {prefetch} → 2"
+    text = f"lower num_workers {loader.num_workers} → {max(loader.num_workers // 2, 1)}{at(loader.where)}"
     if loader.batch_bytes:
-        text += f" ({size(loader.num_workers * prefetch * loader.batch_bytes)} of batches are kept ready)"
+        kept = loader.num_workers * (loader.prefetch_factor or 2) * loader.batch_bytes
+        text += f" ({size(kept)} of batches are kept ready)"
     return text
 
 
