@@ -77,8 +77,8 @@ def test_any_history_gives_an_answer(values: list[float], target: float, mode: s
 @pytest.mark.parametrize(
     ("target", "epoch_s", "told"),
     [
-        (0.785, 600.0, "the target 0.785 in 1 epoch, 5.0 minutes"),
-        (0.85, 600.0, "the target 0.85 in 7 epochs, 1.2 hours"),
+        (0.785, 600.0, "the target 0.785 in 1 epoch, 5 min"),
+        (0.85, 600.0, "the target 0.85 in 7 epochs, 1 h 10 min"),
         (0.85, None, "the target 0.85 in 7 epochs"),
     ],
 )

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fulltilt.figures import seconds
+
 # The latest epochs say most about the next ones; a whole history of fast early gains would promise too much.
 WINDOW = 12
 LEAST_HISTORY = 3
@@ -49,7 +51,7 @@ def forecast(
     shown = f"{sign * rate:+.3g} per epoch"
     if rate <= 2.0 * error or rate <= 0.0:
         return Forecast("flat", sign * rate, None, None, None, f"no progress beyond the noise ({shown})")
-    if limit is not None and limit[0] < goal:
+    if limit is not None and limit[0] <= goal:
         sentence = f"it levels off near {sign * limit[0]:.4g}: the target {target:g} will not be reached ({shown})"
         return Forecast("saturates", sign * rate, sign * limit[0], None, None, sentence)
     if limit is not None:  # a line through the whole curve would lie far above its end
@@ -60,12 +62,11 @@ def forecast(
     latest = max(missing / max(rate - 2.0 * error, 1e-12), soonest)
     if limit is not None:
         end, share = limit
-        shrinks = math.log((end - goal) / max(end - level, 1e-300)) if end > goal else -math.inf
-        latest = max(latest, shrinks / math.log(share))
+        latest = max(latest, math.log((end - goal) / max(end - level, 1e-300)) / math.log(share))
     hours = None if epoch_s is None else (soonest * epoch_s / 3600.0, latest * epoch_s / 3600.0)
     sentence = f"{shown}: the target {target:g} in {_epochs(soonest, latest)}"
     if hours is not None:
-        sentence += f", {_hours(*hours)}"
+        sentence += ", " + " to ".join(dict.fromkeys(seconds(3600 * end) for end in hours))
     return Forecast(
         "ahead", sign * rate, None if limit is None else sign * limit[0], (soonest, latest), hours, sentence
     )
@@ -75,13 +76,6 @@ def _epochs(soonest: float, latest: float) -> str:
     """``3 to 7 epochs``; a part of an epoch is one, since a metric is known at its end."""
     ends = dict.fromkeys(f"{max(count, 1):.0f}" for count in (soonest, latest))
     return f"{' to '.join(ends)} epoch{'' if list(ends) == ['1'] else 's'}"
-
-
-def _hours(soonest: float, latest: float) -> str:
-    """``2.5 to 4.0 hours``; of a short run its minutes."""
-    count, unit = (1, "hours") if latest >= 1 else (60, "minutes")
-    ends = [f"{count * end:.1f}" for end in (soonest, latest)]
-    return f"{' to '.join(dict.fromkeys(ends))} {unit}"
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float, float]:

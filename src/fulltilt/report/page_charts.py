@@ -211,7 +211,7 @@ def ledger_chart(shares: Mapping[str, Sequence[float]], wall_s: float) -> Markup
         floor = ceiling
     legend = [(bucket_class(name), BUCKET_TINTS[name].label) for name in names]
     spoken = "Share of each bucket over time: " + ", ".join(label for _, label in legend)
-    return _figure("Time by cause", "share", legend, [], drawing, 100.0, wall_s, spoken=spoken, tick_unit=" %")
+    return _figure("Time by cause", "% of the time", legend, [], drawing, 100.0, wall_s, spoken=spoken)
 
 
 # --------------------------------------------------------------------------- drawing
@@ -251,7 +251,6 @@ def _figure(
     wall_s: float,
     *,
     spoken: str,
-    tick_unit: str = "",
 ) -> Markup:
     levels = (0.0, 0.5, 1.0)
     grid = [element("line", x2="100%", y1=y, y2=y, class_="grid") for level in levels for y in [level * HEIGHT]]
@@ -263,7 +262,7 @@ def _figure(
     inner = element("svg", drawing, width="100%", height=HEIGHT, class_="drawing", **box)
     size: dict[str, Attribute] = {"width": "100%", "height": HEIGHT + AXIS_HEIGHT}
     plot = element("svg", grid, inner, ticks, class_="plot", role="img", aria_label=spoken, **size)
-    labels = [element("span", figures.number(top * (1 - level)) + tick_unit) for level in levels]
+    labels = [element("span", figures.number(top * (1 - level))) for level in levels]
     keys = [element("span", swatch(colour), label) for colour, label in legend] if len(legend) > 1 else []
     keys += [element("span", element("i", class_="dash"), text) for text in named]
     return element(
