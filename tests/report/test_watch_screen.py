@@ -193,19 +193,6 @@ def test_what_does_not_fit_is_announced() -> None:
     assert text(view(jobs=jobs), 80, 24).splitlines()[-1].endswith("more")
 
 
-def test_names_with_control_codes_are_made_harmless() -> None:
-    evil = "\x1b[2Jevil\u202e"
-    shown = text(
-        view(
-            (dataclasses.replace(T4, name=evil),),
-            jobs=(JobProcess(4242, evil, run_folder=f"/x/{evil}"),),
-            recording=evil,
-        )
-    )
-    assert "\x1b" not in shown
-    assert "\u202e" not in shown
-
-
 def test_a_terminal_without_block_characters_gets_none() -> None:
     shown = encodable(text(view()), "ascii")
     assert not set(shown) & (set(UPWARD) - {" "})
