@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from fulltilt import store
 from fulltilt.recorder.loaders.workers import (
@@ -21,11 +18,11 @@ from fulltilt.recorder.loaders.workers import (
     FetchMeter,
     FilesRead,
     Mailbox,
+    MemoryReading,
+    WorkerMessage,
     WorkerTotals,
-    checked,
 )
 from fulltilt.recorder.rank_files import RankFiles
-from fulltilt.recorder.rank_state import RankState
 
 
 def meter_of(loader_id: int) -> tuple[Mailbox, FetchMeter]:
@@ -35,24 +32,17 @@ def meter_of(loader_id: int) -> tuple[Mailbox, FetchMeter]:
     return mailbox, FetchMeter(sending, loader_id)
 
 
-def test_no_fetch_is_lost_while_a_message_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_that_fails_costs_time_and_brings_no_batch() -> None:
     mailbox, meter = meter_of(7)
-
-    def slowly() -> tuple[None, None, None]:
-        meter.fetch(lambda: "a batch that comes while the memory is being measured")
-        return None, None, None
-
-    monkeypatch.setattr(meter, "_memory", slowly)
     meter.fetch(lambda: "a batch")
     meter.send()
-    monkeypatch.undo()
     with pytest.raises(ValueError, match="torn"):
         meter.fetch(_torn)
     meter.fetch(lambda: "another batch")
     meter.send()
-    messages = list(mailbox.receive())
-    assert [message.batches for message in messages] == [2, 1]
-    assert all(message.loader == 7 and message.fetch_s > 0 for message in messages)
+    first, second = mailbox.receive()
+    assert (first.loader, first.batches, second.batches) == (7, 1, 2)
+    assert second.fetch_s > first.fetch_s > 0
 
 
 def test_a_fetch_that_does_not_end_is_told_and_counted_once() -> None:
@@ -69,9 +59,21 @@ def test_a_fetch_that_does_not_end_is_told_and_counted_once() -> None:
     meter.send()
     messages = list(mailbox.receive())
     assert [message.batches for message in messages] == [0, 0, 0, 1]
-    assert all(message.fetch_s >= 0.02 and message.idle_s < 0.02 for message in messages[:3])
-    assert sum(message.fetch_s for message in messages) == pytest.approx(took_s, abs=0.005)
-    assert sum(message.fetch_cpu_s for message in messages) < took_s
+    for number, message in enumerate(messages[:3], start=1):
+        assert message.fetch_s >= number * 0.02
+        assert message.idle_s < 0.02
+    assert messages[3].fetch_s == pytest.approx(took_s, abs=0.005)
+    assert messages[3].fetch_cpu_s < took_s
+
+
+def test_only_the_last_message_of_each_worker_counts() -> None:
+    totals = WorkerTotals()
+    for pid, batches, read_bytes, in_pass in ((1, 2, 10, 1), (2, 3, 20, 1), (1, 5, 40, 2)):
+        message = replace(TOLD, pid=pid, batches=batches, fetch_s=batches * 0.5, read_bytes=read_bytes)
+        totals.add(message, in_pass)
+    told = totals.record(0)
+    assert (told.processes, told.batches, told.fetch_s, told.read_bytes) == (2, 8, 4.0, 60)
+    assert told.read_bytes_by_pass == (30, 30)
 
 
 def _torn() -> None:
@@ -100,49 +102,7 @@ def test_a_worker_that_fetches_for_long_is_looked_at_less_often() -> None:
     assert min(busy.waits[EARLY_SAMPLES:]) >= 0.5 * SAMPLE_EVERY_S
 
 
-GOOD = {
-    "loader": 0,
-    "pid": 1,
-    "batches": 2,
-    "fetch_s": 1.5,
-    "fetch_cpu_s": 1.0,
-    "cpu_wait_s": 0.1,
-    "idle_s": 0.5,
-    "process_cpu_s": 1.0,
-    "read_bytes": 10,
-    "pss_bytes": 20,
-    "reads": 5,
-    "private_bytes": 10,
-    "shared_bytes": 7,
-    "cpus": [0, 3],
-    "lines": [{"where": "train.py:7", "function": "f", "seconds": 1.0}],
-}
-
-
-def damaged() -> list[bytes]:
-    wrong: dict[str, Any] = {
-        "loader": 99,
-        "pid": "1",
-        "batches": 2.5,
-        "fetch_s": float("nan"),
-        "fetch_cpu_s": float("inf"),
-        "cpu_wait_s": -1.0,
-        "idle_s": None,
-        "process_cpu_s": [1.0],
-        "read_bytes": 10**30,
-        "pss_bytes": -5,
-        "reads": "many",
-        "private_bytes": 10**30,
-        "shared_bytes": "some",
-        "cpus": [-1],
-        "lines": [{"where": 7, "function": "f", "seconds": 1.0}],
-    }
-    line = {"where": "train.py:7", "function": "f", "seconds": 1e300}
-    messages = [{**GOOD, field: value} for field, value in wrong.items()]
-    messages += [{key: value for key, value in GOOD.items() if key != left_out} for left_out in GOOD]
-    messages += [{**GOOD, "lines": [line]}, {**GOOD, "batches": True}, {**GOOD, "idle_s": 10**400}]
-    plain = [b"", b"\x00\xff\xfe", b"[]", b"null", b"7", b'"fetch"', b"{", b"[" * 50_000, b'{"pid": ' + b"9" * 9000]
-    return [*plain, *(json.dumps(message).encode() for message in messages)]
+TOLD = WorkerMessage(0, 1, 1, batches=2, fetch_s=1.5, fetch_cpu_s=1.0, cpu_wait_s=0.1, idle_s=0.5, process_cpu_s=1.0)
 
 
 def test_where_the_files_lie_that_a_worker_reads_is_told_once(tmp_path: Path) -> None:
@@ -161,33 +121,15 @@ def test_where_the_files_lie_that_a_worker_reads_is_told_once(tmp_path: Path) ->
     assert read.take() is None
 
 
-def test_forged_messages_are_dropped() -> None:
-    taps: Any = SimpleNamespace(mailbox=Mailbox(), all=[SimpleNamespace(pass_of_message=1, described={})])
-    state = RankState(torch)
-    state.taps = taps
-    sending = taps.mailbox.opened()
-    sending.send(json.dumps(GOOD).encode())
-    state.poll()
-    told = state.workers[0].record(0)
-    assert (told.batches, told.fetch_s, told.pss_bytes) == (2, 1.5, 20)
-    for data in damaged():
-        sending.send(data)
-        state.poll()
-    assert list(state.workers) == [0]
-    assert state.workers[0].record(0) == told
-
-
 @pytest.mark.parametrize(("levels", "grows"), [((10, 30, 70), True), ((10, 60, 70), False), ((10, 60, 50), False)])
-def test_memory_grows_where_it_does_so_steadily(
-    monkeypatch: pytest.MonkeyPatch, levels: tuple[int, ...], grows: bool
-) -> None:
+def test_memory_grows_where_it_does_so_steadily(levels: tuple[int, ...], grows: bool) -> None:
     """Asked for after 2, 4 and 8 s: what is only filled at first grows ever slower."""
-    totals, now_s = WorkerTotals(), iter((2.0, 4.0, 8.0))
-    monkeypatch.setattr("fulltilt.recorder.loaders.workers.time.monotonic", lambda: next(now_s))
-    for level in levels:
-        message = checked(json.dumps({**GOOD, "private_bytes": level * 10**6}).encode())
-        assert message is not None
-        totals.add(message, in_pass=1)
+    totals = WorkerTotals()
+    readings = [
+        MemoryReading(at_s, level * 10**6, 7, batches)
+        for at_s, level, batches in zip((2.0, 4.0, 8.0), levels, (2, 4, 6), strict=True)
+    ]
+    totals.add(replace(TOLD, memory=tuple(readings)))
     growth = totals.record(0).growth
     assert (growth is not None) == grows
     if growth is not None:
@@ -196,10 +138,8 @@ def test_memory_grows_where_it_does_so_steadily(
 
 def test_workers_on_their_own_cpus_use_all_of_them_together() -> None:
     totals = WorkerTotals()
-    for pid, cpus in ((1, [0]), (2, [1]), (3, [1])):
-        message = checked(json.dumps({**GOOD, "pid": pid, "cpus": cpus}).encode())
-        assert message is not None
-        totals.add(message, in_pass=1)
+    for pid, cpus in ((1, (0,)), (2, (1,)), (3, (1,))):
+        totals.add(replace(TOLD, pid=pid, cpus=cpus))
     assert totals.record(0).cpus == 2
 
 

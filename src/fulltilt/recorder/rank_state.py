@@ -224,10 +224,9 @@ class RankState:
         if self.steps:
             self.threads.poll(self.training_thread)
         for message in self.taps.mailbox.receive():
-            if message.loader < len(self.taps.all):
-                tap = self.taps.all[message.loader]
-                in_pass = tap.pass_of_message if tap.described.get("persistent_workers") else message.in_pass
-                self.workers.setdefault(message.loader, WorkerTotals()).add(message, in_pass)
+            tap = self.taps.all[message.loader]
+            in_pass = tap.pass_of_message if tap.described.get("persistent_workers") else message.in_pass
+            self.workers.setdefault(message.loader, WorkerTotals()).add(message, in_pass)
 
     def exposed_communication_s(self) -> float:
         """Seconds of gradient exchange a step that no computation hides, where it is not marked in each step."""

@@ -17,11 +17,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from fulltilt import store
 from fulltilt.recorder.interpreter_lock import LockTurns, cpu_times_s, own_cpu_clock, wake_on_time
@@ -40,7 +40,7 @@ STEADY = 0.5  # growth is steady where its rate has not fallen by more than half
 # Where a worker's files lie is told when so many have been seen, or after so many looks.
 ENOUGH_FILES, LOOKS_FOR_FILES = 8, 100
 NO_DATA = ("/proc/", "/sys/", sys.prefix, sys.base_prefix)
-LARGEST_FIGURE = 1 << 60  # more bytes, batches or seconds than any job has; NaN is not below it either
+
 
 # The worker loops by the module that holds them. A forked worker inherits them from here; a spawned one imports them.
 plain_loops: dict[str, Callable[..., None]] = {}
@@ -53,30 +53,39 @@ def home_of_loop(module: str) -> Any:
 
 
 @dataclass(frozen=True)
-class WorkerMessage:
-    """What one worker did since its last message.
+class MemoryReading:
+    """Memory of a worker at one moment, and the batches that it had made by then."""
 
-    ``read_bytes`` (from storage) and ``reads`` (calls, of whatever) are totals, ``pss_bytes``, ``private_bytes``
-    and ``shared_bytes`` levels; ``cpus`` are those that it may run on. ``data`` is told once: where its files lie.
+    at_s: float
+    private_bytes: int
+    shared_bytes: int
+    batches: int
+
+
+@dataclass(frozen=True)
+class WorkerMessage:
+    """What one worker did so far, so that only its last message counts. ``lines`` are those since the one before.
+
+    ``read_bytes`` (from storage) and ``reads`` (calls, of whatever). ``memory`` holds the last three readings; ``cpus``
+    are those that it may run on. ``data`` is told once: where its files lie.
     """
 
     loader: int
     pid: int
+    in_pass: int  # when it began
     batches: int
     fetch_s: float
     fetch_cpu_s: float
     cpu_wait_s: float | None
     idle_s: float
     process_cpu_s: float
-    read_bytes: int | None
-    pss_bytes: int | None
-    reads: int | None
-    private_bytes: int | None
-    shared_bytes: int | None
-    cpus: tuple[int, ...] | None
-    lines: tuple[HotLine, ...]
+    read_bytes: int | None = None
+    reads: int | None = None
+    pss_bytes: int | None = None
+    memory: tuple[MemoryReading, ...] = ()
+    cpus: tuple[int, ...] | None = None
+    lines: tuple[HotLine, ...] = ()
     data: StorageReading | None = None
-    in_pass: int = 0  # when it began
 
 
 class Mailbox:
@@ -97,30 +106,22 @@ class Mailbox:
         return self._sending
 
     def receive(self) -> Iterator[WorkerMessage]:
-        """The messages that have arrived since the last call. What is no message of a worker is dropped."""
+        """The messages that have arrived since the last call."""
         while self._receiving is not None:
             try:
                 data = self._receiving.recv(LARGEST_DATAGRAM)
             except (BlockingIOError, InterruptedError, OSError):
                 return
-            if (message := checked(data)) is not None:
-                yield message
+            yield store.decode(WorkerMessage, json.loads(data))
 
 
-def checked(data: bytes) -> WorkerMessage | None:
-    """The message that ``data`` holds; None unless every field has its type and a value that a worker can have."""
-    try:
-        message = store.decode(WorkerMessage, json.loads(data))
-    except (ValueError, RecursionError):
-        return None
-    told = [getattr(message, field.name) for field in fields(message)]
-    figures = [figure for figure in told if isinstance(figure, int | float)]
-    figures += [*(message.cpus or ()), *(line.seconds for line in message.lines)]
-    return message if all(0 <= figure < LARGEST_FIGURE for figure in figures) else None
-
-
+Number = TypeVar("Number", int, float)
 # Seconds of the fetching thread: on the wall, of the CPU, and in the CPU's queue (0.0 where nobody says).
 Clocks = tuple[float, float, float]
+
+
+def _plus(spent: Clocks, began: Clocks, ended: Clocks) -> Clocks:
+    return spent[0] + ended[0] - began[0], spent[1] + ended[1] - began[1], spent[2] + ended[2] - began[2]
 
 
 class FetchMeter:
@@ -130,40 +131,28 @@ class FetchMeter:
         self._socket = mailbox
         self._loader_id, self._in_pass = loader_id, in_pass
         self._lines = LineTimes()
-        self._began = time.perf_counter()
-        self._process_cpu = time.process_time()
-        self._last_sample = time.perf_counter()
+        self._began_s = self._last_sample = time.perf_counter()
+        self._cpu_before_s = time.process_time()
         self.thread_id = threading.get_ident()
         self._cpu_clock = own_cpu_clock()  # without one, other threads cannot tell what a fetch under way has cost
         self._thread_native = threading.get_native_id()
-        self.fetching = False
-        self._sent = 0
-        self._counting = threading.Lock()  # fetches go on while a message is made
-        self._since = self._spent = (0.0, 0.0, 0.0)
+        self._under_way: Clocks | None = None  # when the fetch under way began
+        self._spent: Clocks = (0.0, 0.0, 0.0)
         self._batches = 0
+        self._messages = 0
+        self._memory: list[MemoryReading] = []
+        self._pss_bytes: int | None = None
         self._files = FilesRead()
 
     def fetch(self, original: Callable[..., Any], *args: Any) -> Any:
         """One fetch, measured."""
-        self._since = self._clocks()
-        self.fetching = True
-        batches = 0
+        began = self._under_way = self._clocks()
         try:
             batch = original(*args)
-            batches = 1
+            self._batches += 1
             return batch
         finally:
-            with self._counting:
-                self.fetching = False
-                self._book(batches)
-
-    def _book(self, batches: int) -> None:
-        """Count the fetch under way up to now. One that never ends is told of all the same."""
-        (wall_s, cpu_s, delay_s), (wall0_s, cpu0_s, delay0_s) = self._clocks(), self._since
-        self._since = wall_s, cpu_s, delay_s
-        fetch_s, fetch_cpu_s, waited_s = self._spent
-        self._spent = fetch_s + wall_s - wall0_s, fetch_cpu_s + cpu_s - cpu0_s, waited_s + delay_s - delay0_s
-        self._batches += batches
+            self._spent, self._under_way = _plus(self._spent, began, self._clocks()), None
 
     def _clocks(self) -> Clocks:
         cpu_s = time.thread_time() if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
@@ -182,7 +171,7 @@ class FetchMeter:
             lock_turns.end_wait()
             now = time.perf_counter()
             since, self._last_sample = now - self._last_sample, now
-            if self.fetching and (stack := stack_of(self.thread_id)) is not None:
+            if self._under_way and (stack := stack_of(self.thread_id)) is not None:
                 view = view_of(stack, FetchMeter.fetch.__code__)
                 if view is not None:
                     self._lines.add(view, min(since, 5 * every_s))
@@ -195,53 +184,46 @@ class FetchMeter:
                 self.send()
             lock_turns.begin_wait(self._cpu_clock)
 
-    def _memory(self) -> tuple[int | None, int | None, int | None]:
-        """Memory of this worker, its private and its shared part, asked for at every doubling of its messages.
-
-        The kernel walks all pages for it.
-        """
-        self._sent += 1
-        if self._sent & (self._sent - 1):
-            return None, None, None
+    def _look_at_memory(self) -> None:
+        """Ask for the memory at every doubling of the messages: the kernel walks all pages for it."""
+        self._messages += 1
+        if self._messages & (self._messages - 1):
+            return
         from fulltilt.probes.host import page_totals, proportional_bytes
 
-        try:
+        pss_bytes = proportional_bytes(os.getpid())
+        with contextlib.suppress(OSError, KeyError):
             pages = page_totals(os.getpid())
-            private = pages["Private_Clean"] + pages["Private_Dirty"]
-            return pages["Pss"], private, pages["Rss"] - private
-        except (OSError, KeyError):
-            return proportional_bytes(os.getpid()), None, None
+            private, pss_bytes = pages["Private_Clean"] + pages["Private_Dirty"], pages["Pss"]
+            reading = MemoryReading(time.monotonic(), private, pages["Rss"] - private, self._batches)
+            self._memory = [*self._memory[-2:], reading]
+        self._pss_bytes = max(pss_bytes, self._pss_bytes or 0)
 
     def send(self) -> None:
-        """Tell the recorder what happened since the last message."""
-        pss_bytes, private_bytes, shared_bytes = self._memory()
-        (read_bytes, reads), lines = _read_so_far(), self._lines.take()
-        with self._counting:
-            if self.fetching and self._cpu_clock is not None:
-                self._book(batches=0)
-            batches, (fetch_s, fetch_cpu_s, waited_s) = self._batches, self._spent
-            self._batches, self._spent = 0, (0.0, 0.0, 0.0)
-            now, cpu = time.perf_counter(), time.process_time()
-            alive, self._began = now - self._began, now
-            process_cpu, self._process_cpu = cpu - self._process_cpu, cpu
+        """Tell the recorder what happened so far, with a fetch that is under way: one may never end."""
+        self._look_at_memory()
+        spent, under_way = self._spent, self._under_way  # in this order: a fetch that ends meanwhile counts once
+        if under_way is not None and self._cpu_clock is not None:
+            spent = _plus(spent, under_way, self._clocks())
+        fetch_s, fetch_cpu_s, waited_s = spent
+        read_bytes, reads = _read_so_far()
         message = WorkerMessage(
             loader=self._loader_id,
             pid=os.getpid(),
-            batches=batches,
+            in_pass=self._in_pass,
+            batches=self._batches,
             fetch_s=fetch_s,
             fetch_cpu_s=max(0.0, fetch_cpu_s),
             cpu_wait_s=waited_s if run_delay_s(self._thread_native) is not None else None,
-            idle_s=max(0.0, alive - fetch_s),
-            process_cpu_s=process_cpu,
+            idle_s=max(0.0, time.perf_counter() - self._began_s - fetch_s),
+            process_cpu_s=time.process_time() - self._cpu_before_s,
             read_bytes=read_bytes,
-            pss_bytes=pss_bytes,
             reads=reads,
-            private_bytes=private_bytes,
-            shared_bytes=shared_bytes,
-            cpus=allowed_cpus() if pss_bytes is not None else None,
-            lines=lines,
+            pss_bytes=self._pss_bytes,
+            memory=tuple(self._memory),
+            cpus=allowed_cpus(),
+            lines=self._lines.take(),
             data=self._files.take(),
-            in_pass=self._in_pass,
         )
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps(store.encode(message), separators=(",", ":")).encode())
@@ -348,98 +330,75 @@ def _measure_fetches(meter: FetchMeter) -> None:
         kind.fetch = fetch
 
 
-@dataclass
 class WorkerTotals:
-    """What the workers of one loader told so far."""
+    """What the workers of one loader told so far: the last message of each."""
 
-    pids: set[int] = field(default_factory=set)
-    batches: int = 0
-    fetch_s: float = 0.0
-    fetch_cpu_s: float = 0.0
-    cpu_wait_s: float | None = 0.0
-    idle_s: float = 0.0
-    process_cpu_s: float = 0.0
-    read_bytes: dict[int, int] = field(default_factory=dict)
-    pss_bytes: dict[int, int] = field(default_factory=dict)
-    reads: dict[int, int] = field(default_factory=dict)
-    cpus: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    # When memory was asked for, how much was private and how much shared, and the batches up to then, by worker; the
-    # last three.
-    memory: dict[int, list[tuple[float, int, int, int]]] = field(default_factory=dict)
-    read_in_pass: dict[int, int] = field(default_factory=dict)
-    data: StorageReading | None = None
-    _batches_of: Counter[int] = field(default_factory=Counter)
-    lines: LineTimes = field(default_factory=LineTimes)
-    growth: LineGrowth = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.growth = LineGrowth(self.lines)
+    def __init__(self) -> None:
+        self.last: dict[int, WorkerMessage] = {}
+        self._batches = 0
+        self._read_in_pass: dict[int, int] = {}
+        self._data: StorageReading | None = None
+        self._lines = LineTimes()
+        self._growth = LineGrowth(self._lines)
 
     def add(self, message: WorkerMessage, in_pass: int = 0) -> None:
         """Take one message of a worker, which came in this pass."""
-        self.pids.add(message.pid)
-        self.batches += message.batches
-        self.fetch_s += message.fetch_s
-        self.fetch_cpu_s += message.fetch_cpu_s
-        self.idle_s += message.idle_s
-        self.process_cpu_s += message.process_cpu_s
-        waited = message.cpu_wait_s
-        self.cpu_wait_s = None if waited is None or self.cpu_wait_s is None else self.cpu_wait_s + waited
-        self._batches_of[message.pid] += message.batches
-        if message.reads is not None:
-            self.reads[message.pid] = message.reads
-        self.data = self.data or message.data
-        if message.cpus is not None:
-            self.cpus[message.pid] = message.cpus
-        if message.private_bytes is not None:
-            readings = self.memory.setdefault(message.pid, [])
-            levels = message.private_bytes, message.shared_bytes or 0
-            readings.append((time.monotonic(), *levels, self._batches_of[message.pid]))
-            del readings[:-3]
-        if message.read_bytes is not None:
-            fresh = message.read_bytes - self.read_bytes.get(message.pid, 0)
-            if in_pass in self.read_in_pass or len(self.read_in_pass) < MOST_PASSES:
-                self.read_in_pass[in_pass] = self.read_in_pass.get(in_pass, 0) + fresh
-            self.read_bytes[message.pid] = message.read_bytes
-        if message.pss_bytes is not None:
-            self.pss_bytes[message.pid] = max(message.pss_bytes, self.pss_bytes.get(message.pid, 0))
-        self.lines.merge(message.lines)
-        self.growth.note(self.batches)
+        before = self.last.get(message.pid)
+        self._batches += message.batches - (before.batches if before is not None else 0)
+        if message.read_bytes is not None and (in_pass in self._read_in_pass or len(self._read_in_pass) < MOST_PASSES):
+            fresh = message.read_bytes - ((before and before.read_bytes) or 0)
+            self._read_in_pass[in_pass] = self._read_in_pass.get(in_pass, 0) + fresh
+        self._data = self._data or message.data
+        self._lines.merge(message.lines)
+        self._growth.note(self._batches)
+        self.last[message.pid] = replace(message, lines=())
 
     def record(self, loader_id: int) -> WorkerRecord:
         """The totals as a record."""
+        last = self.last.values()
+        pss_bytes = [one.pss_bytes for one in last if one.pss_bytes is not None]
+        cpus = [one.cpus for one in last if one.cpus is not None]
         return WorkerRecord(
             loader_id=loader_id,
-            processes=len(self.pids),
-            batches=self.batches,
-            fetch_s=self.fetch_s,
-            fetch_cpu_s=self.fetch_cpu_s,
-            cpu_wait_s=self.cpu_wait_s,
-            idle_s=self.idle_s,
-            process_cpu_s=self.process_cpu_s,
-            read_bytes=sum(self.read_bytes.values()) if self.read_bytes else None,
-            lines=self.lines.top(),
-            growing_lines=self.growth.top(self.batches),
-            pss_bytes=round(statistics.mean(self.pss_bytes.values())) if self.pss_bytes else None,
-            reads=sum(self.reads.values()) if self.reads else None,
-            read_bytes_by_pass=tuple(size for _, size in sorted(self.read_in_pass.items())),
-            cpus=len(set().union(*self.cpus.values())) if self.cpus else None,
+            processes=len(last),
+            batches=self._batches,
+            fetch_s=sum(one.fetch_s for one in last),
+            fetch_cpu_s=sum(one.fetch_cpu_s for one in last),
+            cpu_wait_s=_sum(one.cpu_wait_s for one in last),
+            idle_s=sum(one.idle_s for one in last),
+            process_cpu_s=sum(one.process_cpu_s for one in last),
+            read_bytes=_sum(one.read_bytes for one in last),
+            lines=self._lines.top(),
+            growing_lines=self._growth.top(self._batches),
+            pss_bytes=round(statistics.mean(pss_bytes)) if pss_bytes else None,
+            reads=_sum(one.reads for one in last),
+            read_bytes_by_pass=tuple(size for _, size in sorted(self._read_in_pass.items())),
+            cpus=len(set().union(*cpus)) if cpus else None,
             growth=self._memory_growth(),
-            data=self.data,
+            data=self._data,
         )
 
     def _memory_growth(self) -> MemoryGrowthRecord | None:
         """How private memory grew in the later half of the workers' lives; None where it did not, or falls off."""
         grown = []
-        for readings in self.memory.values():
-            if len(readings) == 3:
-                (t0, first, *_), (t1, before, shared, batches), (t2, last, shared_later, batches_later) = readings
+        for message in self.last.values():
+            if len(message.memory) == 3:
+                first, middle, last = message.memory
                 # What is only filled in the beginning (imports, buffers) grows ever slower.
-                earlier, later = (before - first) / max(t1 - t0, 1e-9), (last - before) / max(t2 - t1, 1e-9)
-                size = last - before if later > 0 and later >= STEADY * earlier else 0
+                earlier = (middle.private_bytes - first.private_bytes) / max(middle.at_s - first.at_s, 1e-9)
+                size, over_s = last.private_bytes - middle.private_bytes, last.at_s - middle.at_s
+                if size <= 0 or size / max(over_s, 1e-9) < STEADY * earlier:
+                    size = 0
                 # Pages that were the parent's, too, and are written to become the worker's own.
-                grown.append((t2 - t1, size, batches_later - batches, max(shared - shared_later, 0), shared_later))
+                copied = max(middle.shared_bytes - last.shared_bytes, 0)
+                grown.append((over_s, size, last.batches - middle.batches, copied, last.shared_bytes))
         if not any(size for _, size, *_ in grown):
             return None
         over_s, size, batches, copied, shared = (statistics.mean(column) for column in zip(*grown, strict=True))
         return MemoryGrowthRecord(round(size), over_s, batches, round(min(copied, size)), round(shared))
+
+
+def _sum(figures: Iterable[Number | None]) -> Number | None:
+    """The sum of those that are known; None where none is."""
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) if known else None

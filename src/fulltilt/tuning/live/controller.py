@@ -138,7 +138,7 @@ def measure_capacity(session: Session, tap: LoaderTap, other_workers: int, tenso
         cpu_ranks=ranks,
         other_workers=other_workers,
         memory_free_bytes=memory_headroom_bytes(),
-        worker_bytes=max(told.pss_bytes.values(), default=None) if told is not None else None,
+        worker_bytes=max((one.pss_bytes or 0 for one in told.last.values()), default=0) or None if told else None,
         shm_free_bytes=shared_memory_bytes()[1],
         batch_bytes=tap.batch_bytes,
         files_left=_files_left(),
@@ -149,7 +149,8 @@ def measure_capacity(session: Session, tap: LoaderTap, other_workers: int, tenso
 
 def _cpu_share(session: Session, tap: LoaderTap) -> float | None:
     """The part of fetching in which a CPU is used or queued for."""
-    workers = session.state.workers.get(tap.loader_id)
+    told = session.state.workers.get(tap.loader_id)
+    workers = told.record(tap.loader_id) if told is not None else None
     if workers is not None and workers.fetch_s > 0:
         return min((workers.fetch_cpu_s + (workers.cpu_wait_s or 0.0)) / workers.fetch_s, 1.0)
     return min(tap.timed_cpu_s / tap.timed_wait_s, 1.0) if tap.timed_wait_s else None
