@@ -32,7 +32,6 @@ def test_a_folder_is_measured(data):
     reading = read_storage(data)
     assert (reading.path, reading.files, reading.counted_fully) == (str(data), 103, True)
     assert reading.total_bytes == 100 * 20_000 + 12 * MIB
-    assert reading.small_file_bytes == 20_000
     assert reading.sequential_warm_bytes_per_s > 50 * MIB
     assert reading.small_warm_files_per_s > 100
     assert reading.fits_in_ram is True
@@ -107,7 +106,7 @@ def test_a_cold_rate_that_is_not_proven_is_claimed_only_if_it_is_much_slower(dat
 def test_an_empty_folder_has_no_rates(tmp_path):
     reading = read_storage(tmp_path)
     assert (reading.files, reading.total_bytes, reading.counted_fully) == (0, 0, True)
-    assert reading.sequential_warm_bytes_per_s is reading.small_warm_files_per_s is reading.small_file_bytes is None
+    assert reading.sequential_warm_bytes_per_s is reading.small_warm_files_per_s is None
 
 
 def test_nothing_in_the_folder_changes(data):

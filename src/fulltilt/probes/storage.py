@@ -93,43 +93,43 @@ _FILE_BYTES = 32 * 1024**2
 _TOO_WARM = 0.3
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRates:
-    """Rates over one sample of files; None where they could not be measured (or could not be made cold)."""
-
-    cold_bytes_per_s: float | None = None
-    cold_files_per_s: float | None = None
-    warm_bytes_per_s: float | None = None
-    warm_files_per_s: float | None = None
-    mean_bytes: float | None = None
-
-
 @dataclass(slots=True)
-class _Tally:
+class Tally:
+    """What was read, and how long it took."""
+
     files: int = 0
     bytes: int = 0
     seconds: float = 0.0
 
     def add(self, size_bytes: int, seconds: float) -> None:
+        """One more file was read."""
         self.files, self.bytes, self.seconds = self.files + 1, self.bytes + size_bytes, self.seconds + seconds
 
-    def per_s(self, amount: int) -> float | None:
-        return amount / self.seconds if self.files and self.seconds > 0 else None
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The rate in bytes; None where nothing was read."""
+        return self.bytes / self.seconds if self.seconds else None
+
+    @property
+    def files_per_s(self) -> float | None:
+        """The rate in files; None where nothing was read."""
+        return self.files / self.seconds if self.seconds else None
 
 
-def read_rates(files: Sequence[str], deadline_s: float, budget_bytes: int, can_be_cold: bool = True) -> ReadRates:
+def read_twice(files: Sequence[str], deadline_s: float, budget_bytes: int, can_be_cold: bool) -> tuple[Tally, Tally]:
     """Read the files once cold and once warm until the deadline (``time.perf_counter()``) or the budget.
 
-    Cold means that the file's data was not in memory; its name and its place on the disk may have been.
+    Cold means that the file's data was not in memory; its name and its place on the disk may have been. The first of
+    the two is empty where that could not be had.
     """
     start_s = time.perf_counter()
     cold_until_s = start_s + 0.7 * (deadline_s - start_s)
-    first, cold, warm = _Tally(), _Tally(), _Tally()
-    proven = True
+    cold, warm = Tally(), Tally()
+    proven, read_bytes = True, 0
     done = []
     buffer = bytearray(_BLOCK_BYTES)  # one for all reads, or we would measure the allocator
     for file in files:
-        if time.perf_counter() >= cold_until_s or first.bytes >= budget_bytes // 2:
+        if time.perf_counter() >= cold_until_s or read_bytes >= budget_bytes // 2:
             break
         if can_be_cold:
             _drop_from_cache(file)
@@ -138,7 +138,7 @@ def read_rates(files: Sequence[str], deadline_s: float, budget_bytes: int, can_b
             continue
         done.append(file)
         size_bytes, seconds, was_cold = result
-        first.add(size_bytes, seconds)
+        read_bytes += size_bytes
         if can_be_cold and was_cold is not False:
             cold.add(size_bytes, seconds)
             proven = proven and was_cold is True
@@ -148,16 +148,8 @@ def read_rates(files: Sequence[str], deadline_s: float, budget_bytes: int, can_b
         result = _timed_read(file, buffer, deadline_s)
         if result is not None:
             warm.add(*result[:2])
-    cold_rate, warm_rate = cold.per_s(cold.bytes), warm.per_s(warm.bytes)
-    if not proven and cold_rate and warm_rate and cold_rate > _TOO_WARM * warm_rate:
-        cold = _Tally()
-    return ReadRates(
-        cold_bytes_per_s=cold.per_s(cold.bytes),
-        cold_files_per_s=cold.per_s(cold.files),
-        warm_bytes_per_s=warm_rate,
-        warm_files_per_s=warm.per_s(warm.files),
-        mean_bytes=first.bytes / first.files if first.files else None,
-    )
+    too_warm = not proven and (cold.bytes_per_s or 0.0) > _TOO_WARM * (warm.bytes_per_s or 0.0) > 0
+    return Tally() if too_warm else cold, warm
 
 
 def _timed_read(file: str, buffer: bytearray, deadline_s: float) -> tuple[int, float, bool | None] | None:
@@ -225,8 +217,8 @@ def read_storage(
     found = count_files(path, start_s + 0.3 * budget_s)
     can_be_cold = kind != "tmpfs" and filesystem not in _OWN_CACHE
     halfway_s = (time.perf_counter() + end_s) / 2
-    large = read_rates(found.large, halfway_s, budget_bytes * 3 // 4, can_be_cold)
-    small = read_rates(found.small, end_s, budget_bytes // 4, can_be_cold)
+    large_cold, large_warm = read_twice(found.large, halfway_s, budget_bytes * 3 // 4, can_be_cold)
+    small_cold, small_warm = read_twice(found.small, end_s, budget_bytes // 4, can_be_cold)
     return StorageReading(
         path=str(folder),
         filesystem=filesystem,
@@ -235,11 +227,10 @@ def read_storage(
         files=found.files,
         total_bytes=found.total_bytes,
         counted_fully=found.fully,
-        sequential_cold_bytes_per_s=large.cold_bytes_per_s,
-        sequential_warm_bytes_per_s=large.warm_bytes_per_s,
-        small_cold_files_per_s=small.cold_files_per_s,
-        small_warm_files_per_s=small.warm_files_per_s,
-        small_file_bytes=small.mean_bytes,
+        sequential_cold_bytes_per_s=large_cold.bytes_per_s,
+        sequential_warm_bytes_per_s=large_warm.bytes_per_s,
+        small_cold_files_per_s=small_cold.files_per_s,
+        small_warm_files_per_s=small_warm.files_per_s,
         free_bytes=_free_bytes(path),
         fits_in_ram=True if kind == "tmpfs" else _fits(found, memory_headroom_bytes(root)),
     )
