@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import builtins
 import dis
-import keyword
 import linecache
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Literal
@@ -83,7 +82,7 @@ def _turns(code: CodeType) -> dict[int, int]:
 
     In Python 3.11 the jump itself has the line of what was done last, or none.
     """
-    steps = {step.offset: step for step in dis.get_instructions(code)}
+    steps = _steps(code)
     jumps = [step for step in steps.values() if "JUMP_BACKWARD" in step.opname]
     line_of = _spans(code)
     return {
@@ -92,6 +91,11 @@ def _turns(code: CodeType) -> dict[int, int]:
         else jump.offset
         for jump in jumps
     }
+
+
+@lru_cache(REMEMBERED)
+def _steps(code: CodeType) -> dict[int, dis.Instruction]:
+    return {step.offset: step for step in dis.get_instructions(code)}
 
 
 # --------------------------------------------------------------------------- whose C code
@@ -106,12 +110,12 @@ FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "Tensor
 # Libraries with operators and methods like torch's.
 ARRAYS = frozenset({"numpy", "pandas", "scipy", "polars", "sklearn", "cv2", "PIL", "skimage"})
 
-STRING = r"""[rbufRBUF]{0,2}(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
-TOKEN = re.compile(rf"{STRING}|[^\W\d]\w*|\d[\w.]*|\.\.\.|[-+*/%@&|^<>=!~:]+|\S")
-OPERATOR = re.compile(r"[-+*/%@&|^<>~]+=?|[=!]=|in|is|not")
-# Outside of brackets these make something of it that calls nothing itself, or a statement.
-NO_WORK = frozenset(keyword.kwlist) - {"in", "is", "not", "None", "True", "False"} | {",", "=", ":=", ":", ";", "..."}
-CLOSING = {"(": ")", "[": "]", "{": "}"}
+STRING = re.compile(r"""[rbufRBUF]{0,2}(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")""")
+NESTED = re.compile(r"\([^][(){}]*\)|\[[^][(){}]*\]|\{[^][(){}]*\}")
+# A name that is no attribute, no keyword of a call and no part of a number.
+NAME = re.compile(r"(?<![\w.])[^\W\d]\w*(?!\w|\s*=(?!=))")
+OPERATORS = ("BINARY_", "COMPARE_", "CONTAINS_", "UNARY_", "STORE_SUBSCR", "STORE_SLICE")
+CALLS = ("CALL", "PRECALL")
 
 _works: dict[tuple[CodeType, str, int], Work | None] = {}
 
@@ -129,66 +133,40 @@ def work_at(code: CodeType, position: int, names: Names) -> Work | None:
 def _judge(code: CodeType, position: int, names: Names) -> Work | None:
     if position in _turns(code):
         return "host"
-    parts = _outer_parts(TOKEN.findall(expression_at(code, position) or ""))
-    while parts and len(parts) == 1 and isinstance(parts[0], list) and parts[0][0] == "(":
-        parts = _outer_parts(parts[0][1:-1])
-    if not parts or any(part in NO_WORK for part in parts if isinstance(part, str)):
+    step, text = _steps(code).get(position), expression_at(code, position)
+    if step is None or text is None:
         return None
-    own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    text = STRING.sub("#", text)
+    own = _own_names(code)
     known = {name: value for name, value in names.items() if name not in own}
-    last, operates = parts[-1], any(isinstance(part, str) and OPERATOR.fullmatch(part) for part in parts)
-    if operates or (len(parts) > 1 and last[0] == "["):
-        used = {_package(known[name]) for name in _names(parts) if name in known}
+    if step.opname.startswith(OPERATORS):
+        used = {_package(known[name]) for name in NAME.findall(text) if name in known}
         return "torch" if "torch" in used else "host" if used & ARRAYS else _by_the_rest(code, known)
-    if len(parts) > 1 and last[0] == "(":
-        return _work_of_call(parts[:-1], own, known) or (_by_the_rest(code, known) if _might_be_either(parts) else None)
-    return None
+    if not step.opname.startswith(CALLS):
+        return None
+    while NESTED.search(text):
+        text = NESTED.sub("#", text)
+    return _work_of_call(text[:-1].split("."), code, known) if text.endswith("#") else None
 
 
-Part = str | list[str]
+def _own_names(code: CodeType) -> set[str]:
+    return {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
 
 
-def _outer_parts(tokens: list[str]) -> list[Part] | None:
-    """The tokens outside of brackets, and each pair of brackets with what is in it; None where one is not closed."""
-    parts, within, awaited = list[Part](), list[str](), list[str]()
-    for token in tokens:
-        if token in CLOSING:
-            awaited.append(CLOSING[token])
-        if awaited:
-            within.append(token)
-            if token == awaited[-1]:
-                awaited.pop()
-                if not awaited:
-                    parts.append(within)
-                    within = []
-        else:
-            parts.append(token)
-    return None if awaited else parts
+def _work_of_call(called: list[str], code: CodeType, known: Names) -> Work | None:
+    """Who works in a call, as far as the called name, or the module that it comes from, tells.
 
-
-def _names(parts: list[Part]) -> Iterator[str]:
-    """The names of an expression, without attributes and keywords."""
-    tokens = [token for part in parts for token in (part if isinstance(part, list) else [part])]
-    for before, token, behind in zip(["", *tokens], tokens, [*tokens[1:], ""], strict=False):
-        if token.isidentifier() and before != "." and behind != "=":
-            yield token
-
-
-def _work_of_call(function: list[Part], own: set[str], known: Names) -> Work | None:
-    """Who works in a call, as far as the called name, or the module that it comes from, tells."""
-    name = function[0] if isinstance(function[0], str) and function[0].isidentifier() else ""
-    last = function[-1] if isinstance(function[-1], str) else ""
-    if any(part in TO_PYTHON for part in function[1:] if isinstance(part, str)):
+    ``called`` are a name and its attributes; "#" behind one stands for its brackets.
+    """
+    name, last = called[0], called[-1]
+    if any(part.rstrip("#") in TO_PYTHON for part in called[1:]):
         return "host"
-    if name in known and (len(function) in (1, 3) or isinstance(known[name], ModuleType)):
+    if name in known and (len(called) <= 2 or isinstance(known[name], ModuleType)):
         return "torch" if _package(known[name]) == "torch" and last not in FROM_PYTHON else "host"
-    if len(function) == 1:
-        return "host" if name not in own and hasattr(builtins, name) else None
-    return "torch" if last in _methods()[0] else None
-
-
-def _might_be_either(parts: list[Part]) -> bool:
-    return len(parts) > 2 and parts[-3] == "." and parts[-2] in _methods()[1]
+    if len(called) == 1:
+        return "host" if name not in _own_names(code) and hasattr(builtins, name) else None
+    only_tensors, arrays_too = _methods()
+    return "torch" if last in only_tensors else _by_the_rest(code, known) if last in arrays_too else None
 
 
 def _by_the_rest(code: CodeType, known: Names) -> Work:
