@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ FORWARD = {Activity.USER: {"torch": 1.0}}
 class StackSampler(SimpleNamespace):
     """The training thread was always seen in torch."""
 
-    backward = SimpleNamespace(split=dict)
+    backward: ClassVar[dict[str, float]] = {}
 
     def split(self) -> dict:
         return FORWARD

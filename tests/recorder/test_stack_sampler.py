@@ -119,9 +119,9 @@ def test_a_window_divides_by_its_own_samples_and_a_little_by_earlier_ones() -> N
     weights = KindWeights()
     weights.add("torch", 10.0)
     weights.begin_window()
-    assert set(weights.split()) == {"torch"}
+    assert set(weights) == {"torch"}
     weights.add("host", 1.0)
-    assert weights.split() == {"torch": pytest.approx(WEIGHT_OF_EARLIER_S), "host": 1.0}
+    assert weights == {"torch": pytest.approx(WEIGHT_OF_EARLIER_S), "host": 1.0}
 
 
 def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part() -> None:
@@ -144,7 +144,7 @@ def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part() -> None:
     sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     done.append(True)
     thread.join()
-    assert sampler.backward.split() == {"host": pytest.approx(EARLY_SAMPLE_EVERY_S)}
+    assert sampler.backward == {"host": pytest.approx(EARLY_SAMPLE_EVERY_S)}
     assert not sampler.split()
     assert {kind for kind, _, _ in recorder.state.lines} == {"host"}
 

@@ -339,7 +339,7 @@ class SpanBuilder:
         """Make spans of these intervals, which are taken out of the list."""
         if not intervals:
             return
-        state, seen, in_backward = self._state, self._sampler.split(), self._sampler.backward.split()
+        state, seen, in_backward = self._state, self._sampler.split(), self._sampler.backward
         exposed_s = state.exposed_communication_s()
         for interval in intervals:
             attributed = attribute(interval, seen, self._usual, exposed_s, in_backward)
@@ -377,7 +377,7 @@ class SpanBuilder:
 
     def under_way(self, interval: Interval, steps: int) -> Span:
         """The step under way, behind ``steps`` others: all that is known of it if the job is killed."""
-        seen, in_backward = self._sampler.split(under_way=True), self._sampler.backward.split()
+        seen, in_backward = self._sampler.split(under_way=True), self._sampler.backward
         buckets = attribute(interval, seen, Usual(), 0.0, in_backward).buckets
         t0_s, t1_s = (interval.t0_ns - self._t0_ns) * NS, (interval.t1_ns - self._t0_ns) * NS
         return Span(t0_s, t1_s, steps, 0, 0, None, buckets, interval.epoch)

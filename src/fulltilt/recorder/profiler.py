@@ -135,11 +135,10 @@ class StepProfiler:
         self._at_call = self._calls
 
     def _start(self) -> None:
-        """Begin, unless the script profiles itself or CUPTI could not be let go: an old one crashes in CUDA graphs."""
+        """Begin, unless the script profiles itself."""
         recorder, torch, on_gpu = self._recorder, self._torch, self._recorder.clock is not None
         profiled = torch.autograd._profiler_enabled() or "NSYS_PROFILING_SESSION_ID" in os.environ
-        graphs = recorder.state.uses_cuda_graphs and not self._deep and not _leaves_cuda_graphs(torch)
-        if profiled or graphs or recorder.profiling or recorder.calibration.under_way:
+        if profiled or recorder.profiling or recorder.calibration.under_way:
             self._at_call = self._calls * 2
             return
         self._at_call = self._calls
@@ -236,12 +235,6 @@ class StepProfiler:
         if self._flops is not None:
             self._flops.stop()
         self.stop()
-
-
-def _leaves_cuda_graphs(torch: Any) -> bool:
-    """Whether CUPTI can be let go in a process with CUDA graphs, and started again: since CUDA 12.6."""
-    version = re.match(r"(\d+)\.(\d+)", str(torch.version.cuda))
-    return version is not None and (int(version[1]), int(version[2])) >= (12, 6)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple
 
 from fulltilt.recorder.loaders import PassMeter
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.stacks.frames import StackView, stack_of, user_code_in_backward, view_of
+from fulltilt.recorder.stacks.frames import Stack, StackView, stack_of, user_code_in_backward, view_of
 from fulltilt.recorder.steps import LONG_STEP_NS
 from fulltilt.records import HotLine
 
@@ -25,33 +26,22 @@ MANY_SAMPLES, LATER_SAMPLE_EVERY_S = 2400, 0.04
 MANY_SAMPLES_AT_REST, LATER_AT_REST_EVERY_S = 800, 0.1
 # A sample is late when it had to wait for the interpreter lock.
 LATE_NS = 300_000
-# What the run has shown so far weighs as much as this many seconds of samples of the present window.
+# What was seen before the present window weighs as much as this many seconds of samples.
 WEIGHT_OF_EARLIER_S = 4 * SAMPLE_EVERY_S
 NS = 1e-9
 
 
-@dataclass
-class KindWeights:
-    """Seconds that stack samples stand for, by kind: those of the present window, and those before it."""
-
-    window: dict[str, float] = field(default_factory=dict)
-    earlier: dict[str, float] = field(default_factory=dict)
+class KindWeights(dict[str, float]):
+    """Seconds that stack samples stand for, by kind: those of the present window, and a little of what was before."""
 
     def add(self, kind: str, weight_s: float) -> None:
         """Put a sample in."""
-        self.window[kind] = self.window.get(kind, 0.0) + weight_s
-
-    def split(self) -> dict[str, float]:
-        """How this time divides: by the window, and a little by what was seen before."""
-        scale = min(1.0, WEIGHT_OF_EARLIER_S / (sum(self.earlier.values()) or 1.0))
-        kinds = self.earlier.keys() | self.window.keys()
-        return {kind: self.window.get(kind, 0.0) + scale * self.earlier.get(kind, 0.0) for kind in kinds}
+        self[kind] = self.get(kind, 0.0) + weight_s
 
     def begin_window(self) -> None:
         """The samples of the window have been used."""
-        for kind, weight_s in self.window.items():
-            self.earlier[kind] = self.earlier.get(kind, 0.0) + weight_s
-        self.window.clear()
+        scale = min(1.0, WEIGHT_OF_EARLIER_S / (sum(self.values()) or 1.0))
+        self.update({kind: scale * weight_s for kind, weight_s in self.items()})
 
 
 class Pending(NamedTuple):
@@ -110,11 +100,10 @@ class StackSampler:
         if not training or not (activity is Activity.USER or recorder.state.wants_lines(activity)):
             return
         after = recorder.left
-        stack = stack_of(recorder.thread_id or 0)
-        if stack is None or activity is not recorder.activity:
+        stack = self._stack_in(activity)
+        if stack is None:
             return
-        fetching = PassMeter.draw.__code__ if activity is Activity.DATA_WAIT else None
-        view = view_of(stack, fetching, recorder.loop_frames.spots, recorder.loop_frames.loop)
+        view = self._view(stack, PassMeter.draw.__code__ if activity is Activity.DATA_WAIT else None)
         if view is None:
             return
         # A sample that came late (the interpreter lock was held) stands for all of that time, but not for time
@@ -135,6 +124,14 @@ class StackSampler:
             return
         recorder.state.sampled(activity, view, weight_s)
         self._add(after, view.kind, weight_s)
+
+    def _stack_in(self, activity: Activity) -> Stack | None:
+        """The training thread's stack; None when it is no longer at this activity."""
+        stack = stack_of(self._recorder.thread_id or 0)
+        return stack if self._recorder.activity is activity else None
+
+    def _view(self, stack: Stack, inside: CodeType | None = None) -> StackView | None:
+        return view_of(stack, inside, self._recorder.loop_frames.spots, self._recorder.loop_frames.loop)
 
     def _settle(self, under_way: bool) -> None:
         """Sort the pending samples; those of time that no mark has ended stay, unless it is asked for as well."""
@@ -159,15 +156,15 @@ class StackSampler:
         """The line at which the training thread stands, and for how long it does what it does there."""
         recorder = self._recorder
         stack = stack_of(recorder.thread_id or 0)
-        view = None if stack is None else view_of(stack, None, recorder.loop_frames.spots, recorder.loop_frames.loop)
+        view = None if stack is None else self._view(stack)
         if view is None:
             return None
         return HotLine(view.where, view.function, (now_ns - recorder.last_switch_ns) * NS, view.call)
 
     def _look_for_the_end_of_evaluation(self) -> None:
         recorder = self._recorder
-        stack = stack_of(recorder.thread_id or 0)
-        if stack is None or recorder.activity is not Activity.USER or not recorder.evaluation.in_sight:
+        stack = self._stack_in(Activity.USER)
+        if stack is None or not recorder.evaluation.in_sight:
             return
         on = recorder.evaluation.goes_on(stack)
         if on != recorder.state.evaluating(recorder.eval_mode):
@@ -187,9 +184,8 @@ class StackSampler:
 
         On a GPU it runs on a thread of torch's, and what the host does there is hidden behind the GPU's work.
         """
-        recorder = self._recorder
-        stack = stack_of(recorder.thread_id or 0)
-        if stack is None or recorder.activity is not Activity.BACKWARD:
+        recorder, stack = self._recorder, self._stack_in(Activity.BACKWARD)
+        if stack is None:
             return
         view = view_of(stack, None, recorder.loop_frames.spots) if user_code_in_backward(stack) else None
         if view is not None and (view := recorder.state.understood(view)).kind == "host":
@@ -204,8 +200,8 @@ class StackSampler:
         began_ns = recorder.rest.booked_ns
         on_gpu = recorder.clock is not None
         takes_long = now_ns - began_ns > (recorder.intervals.long_ns if on_gpu else LONG_STEP_NS)
-        stack = stack_of(recorder.thread_id or 0)
-        if stack is None or recorder.activity is not Activity.REST:
+        stack = self._stack_in(Activity.REST)
+        if stack is None:
             return
         weight_s = self._every_s
         view = view_of(stack, PassMeter.at_rest.__code__)
@@ -213,7 +209,7 @@ class StackSampler:
             if recorder.state.wants_lines(Activity.DATA_WAIT):
                 recorder.state.sampled(Activity.DATA_WAIT, view, weight_s)
             return
-        view = view_of(stack, None, recorder.loop_frames.spots, recorder.loop_frames.loop)
+        view = self._view(stack)
         if view is None:
             return
         view = recorder.state.understood(view)
@@ -241,7 +237,7 @@ class StackSampler:
     def split(self, under_way: bool = False) -> Mapping[Activity, Mapping[str, float]]:
         """How the user's own time divides, by the activity that it came after; long stretches apart."""
         self._settle(under_way)
-        return {after: weights.split() for after, weights in self._after.items()}
+        return self._after
 
     @property
     def none_yet(self) -> bool:
