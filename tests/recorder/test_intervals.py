@@ -623,3 +623,13 @@ def test_a_long_stretch_at_rest_on_a_gpu_does_not_lengthen_the_mean_step() -> No
             gpu_s += phases.gpu_busy_s + phases.gpu_idle_s
     assert steps >= 120
     assert gpu_s / steps == pytest.approx(0.004, rel=0.2)
+
+
+def test_what_came_behind_a_step_is_known_of_each_stretch() -> None:
+    """As in a GAN: a forward pass of the other network, and averaged weights before the next batch."""
+    builder, user = IntervalBuilder(0), Activity.USER
+    order = (Activity.BACKWARD, Activity.OPTIMIZER, user, Activity.BACKWARD, Activity.OPTIMIZER, user, None)
+    for now_ns, activity in enumerate((*order, user, Activity.DATA_WAIT, user)):
+        builder.feed(Mark(10 * now_ns, activity, BackwardBegan() if activity is Activity.BACKWARD else None))
+    behind = [builder.stretch_at(t_ns, 100)[1] for t_ns in (25, 45, 55, 75, 85, 95)]
+    assert behind == [Activity.BACKWARD, None, Activity.DATA_WAIT, Activity.DATA_WAIT, None, None]

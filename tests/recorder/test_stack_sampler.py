@@ -21,7 +21,7 @@ from fulltilt.recorder.stacks.stack_sampler import (
     KindWeights,
     StackSampler,
 )
-from fulltilt.recorder.steps import LONG_STEP_NS, AfterStep, Rest
+from fulltilt.recorder.steps import LONG_STEP_NS, Rest
 from fulltilt.recorder.validation import Evaluation
 
 
@@ -48,13 +48,13 @@ class FakeState:
 class FakeIntervals:
     """What the marks so far have shown."""
 
-    after_step: AfterStep = field(default_factory=AfterStep)
-    now_ns: float = 0.0
+    since_ns: float = 0.0
     long_until_ns: float = 0.0
     long_ns: float = 20e6
+    comes_next: Activity | None = None
 
-    def was_long(self, t_ns: int, now_ns: int) -> bool:
-        return t_ns < self.long_until_ns
+    def stretch_at(self, t_ns: int, now_ns: int) -> tuple[bool, Activity | None]:
+        return t_ns < self.long_until_ns, self.comes_next
 
 
 @dataclass
@@ -187,7 +187,7 @@ def test_on_a_gpu_what_torch_does_for_long_is_no_launching_from_its_beginning(
         monkeypatch.setattr(time, "perf_counter_ns", lambda now_ns=now_ns: now_ns)
         sampler.take(now_ns, 0.01)
     assert sampler.split() == {}  # no mark has come yet that ends the stretch
-    recorder.intervals.now_ns = began_ns + lasted_ms * 1_000_000
+    recorder.intervals.since_ns = began_ns + lasted_ms * 1_000_000
     assert sampler.split() == {key: {kind: pytest.approx(0.02)}}
     assert [told for told, _, _ in recorder.state.lines] == [kind] * 2
 
@@ -218,6 +218,9 @@ def test_what_is_done_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_ne
     recorder.activity, recorder.left = Activity.USER, Activity.OPTIMIZER
     for _ in range(3):
         sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
-    recorder.intervals.after_step.ended(1e6, comes_next)  # it shows only now
+    assert sampler.split() == (
+        {Activity.OPTIMIZER: {seen: pytest.approx(3 * EARLY_SAMPLE_EVERY_S)}} if in_model else {}
+    )
+    recorder.intervals.since_ns, recorder.intervals.comes_next = time.perf_counter_ns(), comes_next  # it shows only now
     assert list(sampler.split()[Activity.OPTIMIZER]) == [kind]
     assert [told for told, _, _ in recorder.state.lines] == [kind] * 3

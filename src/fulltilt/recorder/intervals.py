@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fulltilt.recorder import marks
 from fulltilt.recorder.gpu_clock import GpuTime
 from fulltilt.recorder.marks import LABEL, PHASE, Activity, ActivityTimes, Mark
-from fulltilt.recorder.steps import LONG_STEP_ON_GPU_NS, LONG_WAIT_NS, AfterStep, StepCounter
+from fulltilt.recorder.steps import LONG_STEP_ON_GPU_NS, LONG_WAIT_NS, StepCounter
 
 ONE_BY_ONE = 100
-LONG_STRETCHES = 1024  # more than pass while stack samples wait to be sorted
+MOST_STRETCHES = 8192  # more than pass while stack samples wait to be sorted
 SHORTEST_NS = 50e6
 RESOLUTION = 2000
 # Of very many ranks each is told more coarsely: what all of them write is read as one.
@@ -61,6 +61,15 @@ class Interval:
         return busy / max(self.steps, 1)
 
 
+class Stretch(NamedTuple):
+    """A stretch of the user's own time behind an optimizer's step, or one too long for launching; what came next."""
+
+    began_ns: float
+    ended_ns: float
+    long: bool
+    next: Activity
+
+
 class IntervalBuilder:
     """Feeds on marks in order, with the GPU's time of each event already resolved; finished ones are in ``closed``."""
 
@@ -71,14 +80,13 @@ class IntervalBuilder:
         self.epoch = 0
         self.validating = False
         self.gpu: GpuTime | None = None
-        self.after_step = AfterStep()
-        # On a GPU the user's own time is no launching where it lasts longer than this; where it did, begin and end.
+        # On a GPU the user's own time is no launching where it lasts longer than this.
         self.long_ns: float = LONG_STEP_ON_GPU_NS
-        self._long_stretches: deque[tuple[float, float]] = deque(maxlen=LONG_STRETCHES)
+        self._stretches: deque[Stretch] = deque(maxlen=MOST_STRETCHES)
         self._t0_ns = t0_ns
         self.now_ns: float = t0_ns  # of the last mark
         self._activity = self._after = Activity.USER
-        self._since: float = t0_ns
+        self.since_ns: float = t0_ns  # when what is under way began
         self._started = False
         self._preparing = True
         self._eval_mode = False
@@ -124,9 +132,11 @@ class IntervalBuilder:
         if fact is not None:
             self._meaning[type(fact)](fact)
         if activity is not None and activity is not self._activity:
-            if self._after is OPTIMIZER and self._activity is USER and not self.validating:
-                self.after_step.ended(self.now_ns - self._since, activity)
-            self._after, self._activity, self._since = self._activity, activity, self.now_ns
+            if self._activity is USER:
+                long = self._is_long(self.now_ns)
+                if long or (self._after is OPTIMIZER and not self.validating):
+                    self._stretches.append(Stretch(self.since_ns, self.now_ns, long, activity))
+            self._after, self._activity, self.since_ns = self._activity, activity, self.now_ns
 
     def _spend(self, t_ns: int) -> None:
         """Book the host time since the last mark with the label of what it was spent on."""
@@ -154,25 +164,27 @@ class IntervalBuilder:
         assert self.gpu is not None
         held = self.gpu.held
         for place, (began, ended, label) in enumerate(held):
-            if label == LABEL[USER] and began >= self._since:
+            if label == LABEL[USER] and began >= self.since_ns:
                 held[place] = (began, ended, LABEL[Activity.LONG_USER])
-        if self._long_stretches and self._long_stretches[-1][0] == self._since:
-            self._long_stretches.pop()
-        self._long_stretches.append((self._since, self.now_ns))
 
     def _is_long(self, now_ns: float) -> bool:
         """Whether what is under way is the user's own time, and too long for launching kernels."""
         on_gpu = self.gpu is not None and not self._preparing
-        return on_gpu and self._activity is USER and now_ns - self._since > self.long_ns
+        return on_gpu and self._activity is USER and now_ns - self.since_ns > self.long_ns
 
-    def was_long(self, t_ns: float, now_ns: float) -> bool:
-        """Whether ``t_ns`` lies in such a stretch. To be asked in order of time."""
-        if t_ns >= self.now_ns:
-            return self._is_long(now_ns)
-        stretches = self._long_stretches
-        while stretches and stretches[0][1] < t_ns:
+    def stretch_at(self, t_ns: float, now_ns: float) -> tuple[bool, Activity | None]:
+        """Whether the user's own time at ``t_ns`` is too long for launching, and what came behind it, if that tells.
+
+        To be asked in order of time.
+        """
+        if t_ns >= self.since_ns:
+            return self._is_long(now_ns), None
+        stretches = self._stretches
+        while stretches and stretches[0].ended_ns < t_ns:
             stretches.popleft()
-        return bool(stretches) and stretches[0][0] <= t_ns
+        if not stretches or stretches[0].began_ns > t_ns:
+            return False, None
+        return stretches[0].long, stretches[0].next
 
     def _label(self, activity: Activity) -> str:
         if self._preparing:

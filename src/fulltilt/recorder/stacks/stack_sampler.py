@@ -66,7 +66,6 @@ class StackSampler:
         self._long_step_ns = 0  # when the long step began that the last sample at rest saw
         self._taken = 0
         self._pending: list[Pending] = []
-        self._after_step_s = self._after_step_in_model_s = 0.0
 
     @property
     def usually_every_s(self) -> float:
@@ -116,9 +115,6 @@ class StackSampler:
             return
         if now_ns - due_ns > LATE_NS:
             self._late[view.kind] = self._late.get(view.kind, 0.0) + weight_s
-        if after is Activity.OPTIMIZER:
-            self._after_step_s += weight_s
-            self._after_step_in_model_s += weight_s * view.of_training
         if recorder.clock is not None or (after is Activity.OPTIMIZER and self._is_undecided(view)):
             self._pending.append(Pending(now_ns, after, view, weight_s))
             return
@@ -136,15 +132,15 @@ class StackSampler:
     def _settle(self, under_way: bool) -> None:
         """Sort the pending samples; those of time that no mark has ended stay, unless it is asked for as well."""
         recorder = self._recorder
-        in_model_share = self._after_step_in_model_s / (self._after_step_s or 1.0)
-        own = recorder.intervals.after_step.is_the_scripts_own(in_model_share)
         now_ns, pending, self._pending = time.perf_counter_ns(), self._pending, []
         for sample in pending:
             t_ns, after, view, weight_s = sample
-            if recorder.clock is not None and t_ns > recorder.intervals.now_ns and not under_way:
+            if t_ns >= recorder.intervals.since_ns and not under_way:
                 self._pending.append(sample)
                 continue
-            long = recorder.intervals.was_long(t_ns, now_ns)
+            long, behind = recorder.intervals.stretch_at(t_ns, now_ns)
+            # Where a batch is drawn next, there is no forward pass in between.
+            own = behind in (Activity.DATA_WAIT, Activity.EPOCH_TURNOVER)
             undecided = after is Activity.OPTIMIZER and self._is_undecided(view)
             # Long work of torch's is on the CPU, such as making the next batches: launching takes less.
             if (undecided and own) or (long and view.kind == "torch"):
