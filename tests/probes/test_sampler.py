@@ -7,7 +7,7 @@ from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe
 from fulltilt.probes.sampler import Sampler
 from fulltilt.records import HostReading
-from fulltilt.testing import FakeClock, FakeNvml, h200, no_driver, t4, two_t4s
+from fulltilt.testing import FakeNvml, h200, no_driver, t4, two_t4s
 
 
 class StubHost:
@@ -84,36 +84,6 @@ def test_a_failing_sink_is_called_again():
 
     with Sampler(sink, gpus=no_gpus(), host=StubHost(), interval_s=0.01):
         wait_for(lambda: len(calls) >= 3)
-
-
-def test_a_slow_probe_does_not_pile_up():
-    clock = FakeClock()
-    waits = []
-
-    def slow():
-        clock.advance(2.3)
-        return HostReading()
-
-    samples = []
-    sampler = Sampler(samples.append, gpus=no_gpus(), host=StubHost(slow), interval_s=1.0, clock=clock)
-
-    class Wait:
-        def wait(self, seconds):
-            waits.append(seconds)
-            clock.advance(seconds)
-            return len(waits) >= 4
-
-    sampler._stopped = Wait()
-    sampler._run()
-    assert [sample.t_s for sample in samples] == pytest.approx([0.0, 3.0, 6.0, 9.0, 12.0])
-    assert waits == pytest.approx([0.7] * 4)
-
-
-def test_waking_a_little_early_does_not_make_two_samples():
-    clock = FakeClock(5.0)
-    sampler = Sampler(print, gpus=no_gpus(), host=StubHost(), interval_s=1.0, t0=0.0, clock=clock)
-    clock.now_s = 6.9999
-    assert sampler._pause_s() == pytest.approx(1.0001)
 
 
 def test_a_hanging_driver_does_not_keep_the_job_from_ending(monkeypatch):

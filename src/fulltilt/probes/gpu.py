@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class GpuProcesses:
         self._root_pid = root_pid
         self._proc = proc
         self._same_numbers = _numbers_are_the_drivers(proc)
-        self._known: dict[psutil.Process | int, tuple[str | None, bool]] = {}  # name, ours
+        self._look_once = lru_cache(256)(self._look)  # psutil tells numbers that are used again apart
 
     def read(self, handle: Any) -> tuple[GpuProcess, ...] | None:
         """The processes in order of their ids; None where the driver does not tell. Raises GpuLost."""
@@ -92,17 +93,11 @@ class GpuProcesses:
         return tuple(GpuProcess(pid, name, held[pid], ours) for pid in sorted(held) for name, ours in [self._who(pid)])
 
     def _who(self, pid: int) -> tuple[str | None, bool]:
-        """Name of a process, and whether it is ours: found out once. psutil tells numbers that are used again apart."""
+        """Name of a process, and whether it is ours."""
         try:
-            process = psutil.Process(pid) if pid else None
+            return self._look_once(pid, psutil.Process(pid) if pid else None)
         except psutil.Error:
-            process = None
-        key = process or pid
-        if key not in self._known:
-            if len(self._known) > 256:
-                self._known.clear()  # a monitor that runs for weeks sees many processes
-            self._known[key] = self._look(pid, process)
-        return self._known[key]
+            return self._look_once(pid, None)
 
     def _look(self, pid: int, process: psutil.Process | None) -> tuple[str | None, bool]:
         try:

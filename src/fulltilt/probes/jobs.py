@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -51,14 +52,9 @@ class JobProbe:
         return tuple(job for job in jobs if job.name is not None or job.pid in names)  # roots that have not ended
 
     def _scan(self) -> None:
-        self._processes, self._parents, self._folders = {}, {}, {}
-        for process in psutil.process_iter():
-            try:
-                self._parents[process.pid] = process.ppid()
-            except psutil.Error:
-                continue
-            self._processes[process.pid] = process
-            self._folders[process.pid] = _run_folder(process)
+        self._processes = {process.pid: process for process in psutil.process_iter(["ppid", "environ"])}
+        self._parents = {pid: process.info["ppid"] or 0 for pid, process in self._processes.items()}
+        self._folders = {pid: _run_folder(process) for pid, process in self._processes.items()}
 
     def _ancestors(self, pid: int) -> Iterable[int]:
         passed = {pid}
@@ -67,11 +63,9 @@ class JobProbe:
             yield pid
 
     def _describe(self, pid: int, name_on_gpu: str | None) -> JobProcess:
-        process = self._processes.get(pid)
-        try:
-            name = process.name() if process is not None else None
-        except psutil.Error:
-            name = None
+        name = None
+        with contextlib.suppress(psutil.Error, KeyError):
+            name = self._processes[pid].name()
         if name is None or name_on_gpu not in (None, name):
             # The driver may count processes otherwise than we do (a container); this number is somebody else's here.
             return JobProcess(pid, name_on_gpu)
@@ -88,12 +82,10 @@ class JobProbe:
 
 def still_running(folder: Path) -> tuple[int, ...]:
     """The processes of the run in this folder that are alive."""
-    of_run = (process for process in psutil.process_iter() if _run_folder(process) == str(folder.resolve()))
+    of_run = (process for process in psutil.process_iter(["environ"]) if _run_folder(process) == str(folder.resolve()))
     return tuple(process.pid for process in of_run)
 
 
 def _run_folder(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get(RUN_FOLDER_VARIABLE) or None
-    except (psutil.Error, OSError):
-        return None  # another user's, or gone
+    """By the environment that process_iter has asked for; None where it is another user's."""
+    return (process.info["environ"] or {}).get(RUN_FOLDER_VARIABLE)

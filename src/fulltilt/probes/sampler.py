@@ -69,17 +69,11 @@ class Sampler:
 
     def _run(self) -> None:
         host = self._host or _guarded(HostProbe, None)
+        self._take(host)
         ended = False
-        while True:
+        while not ended:
+            ended = self._stopped.wait(self._interval_s)
             self._take(host)
-            if ended:
-                return
-            ended = self._stopped.wait(self._pause_s())
-
-    def _pause_s(self) -> float:
-        """Time to the next beat of the interval. Beats that a slow probe missed are left out, not made up for."""
-        beats = (self._clock() - self._t0) / self._interval_s
-        return (int(beats + 0.1) + 1 - beats) * self._interval_s  # waking a little early is being on time
 
     def _take(self, host: HostProbe | None) -> None:
         t_s = self._clock() - self._t0
