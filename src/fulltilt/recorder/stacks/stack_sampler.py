@@ -129,24 +129,27 @@ class StackSampler:
     def _view(self, stack: Stack, inside: CodeType | None = None) -> StackView | None:
         return view_of(stack, inside, self._recorder.loop_frames.spots, self._recorder.loop_frames.loop)
 
-    def _settle(self, under_way: bool) -> None:
-        """Sort the pending samples; those of time that no mark has ended stay, unless it is asked for as well."""
-        recorder = self._recorder
-        now_ns, pending, self._pending = time.perf_counter_ns(), self._pending, []
+    def _settle(self) -> None:
+        """Sort the pending samples; those of time that no mark has ended yet stay."""
+        since_ns, pending = self._recorder.intervals.since_ns, self._pending
+        self._pending = [sample for sample in pending if sample.t_ns >= since_ns]
         for sample in pending:
-            t_ns, after, view, weight_s = sample
-            if t_ns >= recorder.intervals.since_ns and not under_way:
-                self._pending.append(sample)
-                continue
-            long, behind = recorder.intervals.stretch_at(t_ns, now_ns)
-            # Where a batch is drawn next, there is no forward pass in between.
-            own = behind in (Activity.DATA_WAIT, Activity.EPOCH_TURNOVER)
-            undecided = after is Activity.OPTIMIZER and self._is_undecided(view)
-            # Long work of torch's is on the CPU, such as making the next batches: launching takes less.
-            if (undecided and own) or (long and view.kind == "torch"):
-                view = replace(view, kind="host")
-            recorder.state.sampled(Activity.USER, view, weight_s)
-            self._add(Activity.LONG_USER if long else after, view.kind, weight_s)
+            if sample.t_ns < since_ns:
+                after, view = self._judged(sample)
+                self._recorder.state.sampled(Activity.USER, view, sample.weight_s)
+                self._add(after, view.kind, sample.weight_s)
+
+    def _judged(self, sample: Pending) -> tuple[Activity, StackView]:
+        """What the marks tell of a sample: what its time came after, and whose work it saw."""
+        view = sample.view
+        long, behind = self._recorder.intervals.stretch_at(sample.t_ns, time.perf_counter_ns())
+        # Where a batch is drawn next, there is no forward pass in between.
+        own = behind in (Activity.DATA_WAIT, Activity.EPOCH_TURNOVER)
+        undecided = sample.after is Activity.OPTIMIZER and self._is_undecided(view)
+        # Long work of torch's is on the CPU, such as making the next batches: launching takes less.
+        if (undecided and own) or (long and view.kind == "torch"):
+            view = replace(view, kind="host")
+        return Activity.LONG_USER if long else sample.after, view
 
     def stands_at(self, now_ns: int) -> HotLine | None:
         """The line at which the training thread stands, and for how long it does what it does there."""
@@ -231,9 +234,16 @@ class StackSampler:
             self._add(self._recorder.left_after, kind, self._every_s * weight / total)
 
     def split(self, under_way: bool = False) -> Mapping[Activity, Mapping[str, float]]:
-        """How the user's own time divides, by the activity that it came after; long stretches apart."""
-        self._settle(under_way)
-        return self._after
+        """How the user's own time divides, by the activity that it came after; long stretches apart.
+
+        ``under_way``: with what the marks have not told yet.
+        """
+        self._settle()
+        split = {after: KindWeights(weights) for after, weights in self._after.items()}
+        for sample in self._pending if under_way else ():
+            after, view = self._judged(sample)
+            split.setdefault(after, KindWeights()).add(view.kind, sample.weight_s)
+        return split
 
     @property
     def none_yet(self) -> bool:
