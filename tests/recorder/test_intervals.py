@@ -633,3 +633,13 @@ def test_what_came_behind_a_step_is_known_of_each_stretch() -> None:
         builder.feed(Mark(10 * now_ns, activity, BackwardBegan() if activity is Activity.BACKWARD else None))
     behind = [builder.stretch_at(t_ns, 100)[1] for t_ns in (25, 45, 55, 75, 85, 95)]
     assert behind == [Activity.BACKWARD, None, Activity.DATA_WAIT, Activity.DATA_WAIT, None, None]
+
+
+def test_a_stretch_too_long_for_launching_is_known_from_its_beginning_to_its_end() -> None:
+    loop = started_on_gpu()
+    began_ns = loop.t
+    loop.spend(70)
+    assert loop.builder.stretch_at(began_ns + 1, loop.t) == (True, None)  # it goes on
+    gpu_step(loop, wait=1, queue=4, work=4)
+    told = [loop.builder.stretch_at(began_ns + ms * MS, loop.t) for ms in (1, 69, 72)]
+    assert told == [(True, Activity.DATA_WAIT), (True, Activity.DATA_WAIT), (False, None)]
