@@ -80,8 +80,7 @@ class StepCounter:
     _counting: dict[tuple[int, ...], int] = field(default_factory=dict)
     _undecided: tuple[tuple[int, ...], dict[int, list[int | None]]] | None = None
     _batches: int = 0
-    _samples: int = 0
-    _counted: bool = False
+    _samples: int | None = None
 
     def pass_began(self, loader_id: int) -> None:
         """A loader starts anew. What is left of an abandoned pass never trains."""
@@ -188,8 +187,8 @@ class StepCounter:
     def _count(self, batches: list[int | None]) -> None:
         self._batches += len(batches)
         known = [samples for samples in batches if samples is not None]
-        self._samples += sum(known)
-        self._counted = self._counted or bool(known)
+        if known:
+            self._samples = (self._samples or 0) + sum(known)
 
     def optimizer_stepped(self, optimizer_id: int) -> bool:
         """An optimizer's step ended (also one that the scaler skipped).
@@ -210,9 +209,9 @@ class StepCounter:
 
     def take_counts(self) -> tuple[int, int | None]:
         """Batches and samples credited since the last call; samples are None when no loader could be counted."""
-        batches, samples, counted = self._batches, self._samples, self._counted
-        self._batches, self._samples, self._counted = 0, 0, False
-        return batches, samples if counted else None
+        batches, samples = self._batches, self._samples
+        self._batches, self._samples = 0, None
+        return batches, samples
 
 
 # --------------------------------------------------------------------------- short steps
