@@ -231,6 +231,7 @@ def read_storage(
         sequential_warm_bytes_per_s=large_warm.bytes_per_s,
         small_cold_files_per_s=small_cold.files_per_s,
         small_warm_files_per_s=small_warm.files_per_s,
+        small_file_bytes=small_warm.bytes / small_warm.files if small_warm.files else None,
         free_bytes=_free_bytes(path),
         fits_in_ram=True if kind == "tmpfs" else _fits(found, memory_headroom_bytes(root)),
     )

@@ -133,6 +133,7 @@ class StorageReading:
     sequential_warm_bytes_per_s: float | None = None
     small_cold_files_per_s: float | None = None
     small_warm_files_per_s: float | None = None
+    small_file_bytes: float | None = None
     free_bytes: int | None = None
     fits_in_ram: bool | None = None
 
