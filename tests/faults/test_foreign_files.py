@@ -53,7 +53,7 @@ PASSING = (
         "trial-1",
         "error.log",
     ),
-    *("metrics.csv", "recipe.json", "report.html", "findings.json", "settings.json", "samples.jsonl", ".fulltilt.x"),
+    *("metrics.csv", "report.html", "findings.json", "settings.json", "samples.jsonl", ".fulltilt.x"),
 )
 
 

@@ -17,7 +17,6 @@ from fulltilt.cli import main as command
 from fulltilt.errors import DataError, UsageError
 from fulltilt.recipes import options
 from fulltilt.recipes.recipe import Recipe, Request
-from fulltilt.recipes.run_folder import claim
 from fulltilt.train.config import option
 from fulltilt.train.stop import BEGAN
 
@@ -133,38 +132,6 @@ def test_bad_usage_ends_with_2_before_anything_runs(
     assert len(shown.err.splitlines()) <= 3
     assert not installed
     assert not (tmp_path / "o").exists()
-
-
-def test_the_folder_of_another_recipe_is_left_alone(
-    installed: list[Request], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    claim(tmp_path).write("recipe.json", b'{"recipe": "hdf5"}')
-    assert run("cod", "--out", str(tmp_path), "--data", "d") == 2
-    assert "holds a run of the recipe hdf5" in capsys.readouterr().err
-    assert run("cod", "--out", str(tmp_path)) == 2  # with made data, which would have been made there first
-    assert {path.name for path in tmp_path.iterdir()} <= {".fulltilt", "recipe.json", "error.log"}
-    assert run("cod", "--out", str(tmp_path), "--data", "d", "--fresh") == 0
-
-
-def test_a_run_that_is_refused_leaves_the_notes_of_the_one_before(
-    monkeypatch: pytest.MonkeyPatch, installed: list[Request], tmp_path: Path
-) -> None:
-
-    def refuse(request: Request) -> dict[str, float]:
-        raise UsageError("this is the checkpoint of another model")
-
-    place = ("cod", "--out", str(tmp_path / "o"), "--data", "d")
-    refusing, accepting = recipe(run=refuse), sys.modules["fulltilt.recipes.cod"].RECIPE
-    monkeypatch.setattr(sys.modules["fulltilt.recipes.cod"], "RECIPE", refusing)
-    assert run(*place, "--workers", "3") == 2
-    assert not (tmp_path / "o" / "recipe.json").exists()
-    monkeypatch.setattr(sys.modules["fulltilt.recipes.cod"], "RECIPE", accepting)
-    assert run(*place, "--legs", "5", "--workers", "2") == 0
-    before = {path.name: path.read_bytes() for path in (tmp_path / "o").glob("*.json")}
-    assert before.keys() == {"recipe.json"}
-    monkeypatch.setattr(sys.modules["fulltilt.recipes.cod"], "RECIPE", refusing)
-    assert run(*place, "--legs", "6", "--workers", "9") == 2
-    assert {path.name: path.read_bytes() for path in (tmp_path / "o").glob("*.json")} == before
 
 
 @pytest.mark.parametrize(("out", "code"), [("file", 2), ("file/below", 7)])

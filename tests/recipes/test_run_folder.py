@@ -1,39 +1,42 @@
-"""What a training may write in its folder, with what of the options."""
+"""What a training may write in its folder."""
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from fulltilt.cli import train as cli
 from fulltilt.cli.main import main
 from fulltilt.errors import ForeignFiles
-from fulltilt.recipes import RECIPES, find, run_folder
+from fulltilt.recipes import RECIPES, run_folder
 from fulltilt.recipes.carclip.model import TOKENIZER
 from fulltilt.recipes.pretrained import own_tokenizer
 from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.visobert import Options
 from fulltilt.train.config import TrainSettings
+from fulltilt.train.job import Job
 
 
-def test_secrets_are_masked_in_what_a_recipe_writes(
+def test_what_a_recipe_was_made_from_is_kept_without_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FULLTILT_SECRETS", "internal-host")
-    recipe = dataclasses.replace(find("visobert"), check_options=lambda _: None, check=lambda _: None, run=lambda _: {})
-    asked = {"data": str(tmp_path), "out": str(tmp_path / "out")}
+    settings = TrainSettings(device="cpu", record=False)
     for text_column in ("text", "hf_abcdefghijklmnopqrstuvwx"):
-        given = {"model": "https://me:hunter2@hub.example/visobert", "label_column": "internal-host"}
-        assert cli.run_recipe(recipe, {**asked, **given, "text_column": text_column}) == 0
-    written = "".join(path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file())
+        options = Options("https://me:hunter2@hub.example/visobert", text_column, "internal-host")
+        data = [torch.ones(2)] * 4
+        job = Job(torch.nn.Linear(2, 1), lambda model, batch: model(batch).mean(), data)
+        Request(options, settings, tmp_path, tmp_path / "out").train(job)
+    written = b"".join(path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file())
     shown = capsys.readouterr().out
-    assert "Changed since the last run: text_column" in shown
+    assert "Changed since: text_column text → " in shown
     for secret in ("hunter2", "internal-host", "hf_abcdefgh"):
-        assert secret not in written + shown
-    assert "https://me:***@hub.example/visobert" in written
+        assert secret.encode() not in written
+        assert secret not in shown
+    assert b"https://me:***@hub.example/visobert" in written
 
 
 # --------------------------------------------------------------------------- what is not ours

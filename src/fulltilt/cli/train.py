@@ -53,7 +53,6 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
     require(recipe.name)
     request = flagged.read(recipe, given, config)
     from fulltilt.train import exit_code_of
-    from fulltilt.train.distributed import detect
     from fulltilt.train.launch_ranks import relaunch
 
     out = request.out
@@ -63,7 +62,6 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
 
     def body() -> None:
         nonlocal of_ranks
-        run_folder.refuse_other_recipe(recipe, request)
         recipe.check_options(request)
         if request.synthetic:
             run_folder.claim(out)
@@ -73,13 +71,7 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
         code = relaunch(request.gpus, request.settings.device) if request.gpus else None
         if code is not None:
             of_ranks = code  # the ranks have said what there was to say
-            return
-        if detect().rank:
-            recipe.run(request)
-            return
-        with run_folder.options_written(recipe, request) as changed:
-            if changed is not None:
-                print(changed, flush=True)
+        else:
             recipe.run(request)
 
     code: int = exit_code_of(body, out)

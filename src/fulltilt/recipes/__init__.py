@@ -21,15 +21,12 @@ RECIPES = {
     "hdf5": "windows of features, yes or no",
 }
 
-# What each one imports besides Fulltilt's own dependencies: module, name to install, extra.
-_TRAIN = ("safetensors", "safetensors", "train")
-_NUMPY = ("numpy", "numpy", "recipes")
-_IMAGES = ("PIL", "pillow", "recipes")
+# What each one imports besides Fulltilt's own dependencies, and the extras that bring it.
 _NEEDED = {
-    "cod": (_TRAIN, _NUMPY, _IMAGES, ("timm", "timm", "recipes")),
-    "carclip": (_TRAIN, _NUMPY, _IMAGES, ("transformers", "transformers", "recipes")),
-    "visobert": (_TRAIN, _NUMPY, ("transformers", "transformers", "recipes")),
-    "hdf5": (_TRAIN, _NUMPY, ("h5py", "h5py", "hdf5")),
+    "cod": (("safetensors", "numpy", "PIL", "timm"), "train,recipes"),
+    "carclip": (("safetensors", "numpy", "PIL", "transformers"), "train,recipes"),
+    "visobert": (("safetensors", "numpy", "transformers"), "train,recipes"),
+    "hdf5": (("safetensors", "numpy", "h5py"), "train,recipes,hdf5"),
 }
 
 
@@ -43,18 +40,10 @@ def find(name: str) -> Recipe:
 
 def require(name: str) -> None:
     """Raise UsageError with the line that installs what the recipe lacks here."""
-    needed = _NEEDED[name]
-    missing = [package for module, package, _ in needed if not _installed(module)]
+    modules, extras = _NEEDED[name]
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        extras = ",".join(dict.fromkeys(extra for _, _, extra in needed))
         raise UsageError(
             f"fulltilt train {name} needs {' and '.join(missing)}, which this Python does not have",
             f'Install: pip install "fulltilt[{extras}]"',
         )
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ValueError:  # somebody has barred it
-        return False

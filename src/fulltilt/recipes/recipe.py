@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fulltilt.records.secrets import mask_config
 from fulltilt.train.config import TrainSettings
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Request:
         """Train the job on the engine and return the last metrics. Raises FulltiltErrors."""
         from fulltilt.train import train
 
+        job = replace(job, made_from=mask_config({"data": str(self.data), **asdict(self.options)}))
         begin = {"resume_from": self.resume_from, "fresh": self.fresh}
         metrics: dict[str, float] = train(job, self.settings, self.out, **begin, screen=screen).metrics
         return metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -56,6 +56,7 @@ class Job:
     of them; accumulation and a halved micro-batch then leave what is trained unchanged.
     ``eval_loss`` may return a third part, tensors with one row a sample; ``eval_metrics`` then gets those of all
     samples and ranks, in any order, and returns metrics of the whole set.
+    ``made_from``: plain values that a resume compares with those of before, and tells which are others now.
     """
 
     model: torch.nn.Module
@@ -72,6 +73,7 @@ class Job:
     splittable: bool = True
     joint: bool = False
     name: str = "training"
+    made_from: Mapping[str, Any] = field(default_factory=dict)
 
 
 def samples_in(data: Any) -> int | None:

@@ -69,10 +69,11 @@ class MetricHistory(Stateful):
 
 
 class KeptSettings:
-    """The settings and the number of samples a checkpoint was made with: a resume tells what is different now."""
+    """The settings and the data a checkpoint was made with: a resume tells what is different now."""
 
-    def __init__(self, settings: TrainSettings, samples: int | None) -> None:
-        self.now = asdict(settings) | ({} if samples is None else {"samples": samples})
+    def __init__(self, settings: TrainSettings, job: Job) -> None:
+        samples = samples_in(job.data)
+        self.now = {**asdict(settings), **job.made_from, **({} if samples is None else {"samples": samples})}
         self.before: dict[str, Any] = {}
 
     @property
@@ -249,7 +250,7 @@ class TrainState:
         self.guard = Guard(settings)
         self.history = MetricHistory(settings.monitor_mode)
         self.progress = Progress()
-        self.kept_settings = KeptSettings(settings, samples_in(job.data))
+        self.kept_settings = KeptSettings(settings, job)
         self.stage_index = -1
         # What the job itself had frozen stays so; what the present epoch trains.
         self.initially_frozen = frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad)
