@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import re
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -304,23 +303,6 @@ def test_a_table_that_is_not_ours_keeps_every_line(tmp_path: Path) -> None:
         with pytest.raises(ForeignFiles):
             MetricLog(tmp_path).write(1, {"loss": 0.25}, 1.0)
         assert (tmp_path / "metrics.csv").read_text() == theirs
-
-
-# --------------------------------------------------------------------------- the load of the CPU
-
-
-def test_the_first_reading_has_a_load_too(tmp_path: Path) -> None:
-    """Seen to fail: a sampler's first reading has nothing to compare with, and for a second the line said n/a."""
-    screen = Screen(tmp_path, stream=io.StringIO())
-    until = time.monotonic() + 0.1
-    while time.monotonic() < until:  # CPU time is counted in steps of 10 ms
-        pass
-    screen.note(Sample(t_s=0.0, host=HostReading(mem_used_bytes=GIB, mem_total_bytes=2 * GIB), gpus=()))
-    assert screen.latest is not None
-    assert screen.latest.host.cpu_pct is not None
-    assert screen.latest.host.cpu_pct > 0
-    screen.note(reading(85, 12.3, 45.2, 18.43))
-    assert screen.latest.host.cpu_pct == 45.2
 
 
 # --------------------------------------------------------------------------- the profile

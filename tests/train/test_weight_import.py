@@ -87,8 +87,6 @@ def test_foreign_weights_come_over_as_far_as_they_fit(tmp_path: Path) -> None:
     assert taken.missing == ("last.bias",)
     assert taken.unexpected == ("head.weight",)
     assert taken.mismatched == ("last.weight (3×12 in the file, 1×12 here)",)
-    assert taken.left_out == ("epoch", "optimizer")
-    assert any("not taken: epoch, optimizer" in line for line in taken.lines())
 
 
 def test_a_run_may_start_from_foreign_weights_and_then_resumes_its_own(tmp_path: Path) -> None:
@@ -113,7 +111,7 @@ def test_what_is_no_checkpoint_at_all(content: bytes, tmp_path: Path) -> None:
     [
         ("nothing.pth", "does not exist"),
         (".", "is no checkpoint folder"),
-        ("https://x.org/a.pth", "not on this machine"),
+        ("https://x.org/a.pth", "does not exist"),
     ],
 )
 def test_a_path_without_weights(path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

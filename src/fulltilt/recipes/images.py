@@ -68,15 +68,11 @@ def as_rgb(image: Any) -> Image.Image:
 def as_mask(image: Any) -> Image.Image:
     """A mask of 0 to 255. One in colours, or without a bright pixel, tells classes or objects: any but black is inside.
 
-    Not so in a JPEG, whose black is never quite black. Of one colour throughout, it is told by what is transparent.
+    Not so in a JPEG, whose black is never quite black.
     """
     mask: Image.Image = image.convert("L")
     if image.format == "JPEG":
         return mask
-    if image.has_transparency_data and _of_one_value(image.convert("RGB")):
-        alpha: Image.Image = image.convert("RGBA").getchannel("A")
-        if not _of_one_value(alpha):
-            return alpha
     if image.mode not in ("1", "L", "LA") and not image.mode.startswith("I"):
         colours = np.asarray(image.convert("RGB"))
         if (colours != colours[..., :1]).any():
@@ -84,7 +80,3 @@ def as_mask(image: Any) -> Image.Image:
     if mask.getextrema()[1] < 128:
         mask = mask.point(lambda value: 255 * (value > 0))
     return mask
-
-
-def _of_one_value(image: Image.Image) -> bool:
-    return all(low == high for low, high in (band.getextrema() for band in image.split()))

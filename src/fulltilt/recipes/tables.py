@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
-from typing import TextIO
 
 from fulltilt.errors import DataError
 
@@ -15,57 +13,37 @@ _LONGEST_FIELD = 2**24
 _DELIMITERS = (",", ";", "\t", "|")
 
 
-class Rows:
-    """The lines of a table as dicts.
+def read(path: Path, wanted: Collection[str]) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+    """The columns of a CSV file, and its lines with their numbers.
 
-    Raises csv.Error for a line with more values than the others, in which a text with a delimiter stands without
-    quotes: its end would be taken for the next column, such as the label.
-    """
-
-    def __init__(self, file: TextIO, delimiter: str) -> None:
-        self._reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
-        self._delimiter = delimiter
-        self.columns = [name.strip() for name in self._reader.fieldnames or ()]
-        self._reader.fieldnames = self.columns
-
-    @property
-    def line_number(self) -> int:
-        """Of the line that was read last."""
-        return self._reader.line_num
-
-    def __iter__(self) -> Iterator[dict[str, str]]:
-        usual: int | None = None
-        for row in self._reader:
-            beyond = row.pop(None, None) or ()
-            found = len(self.columns) + sum(bool(value.strip()) for value in beyond)
-            usual = found if usual is None else usual  # all lines may have a value that the header has no name for
-            if found != usual:
-                raise csv.Error(
-                    f"a line of {max(found, usual)} values among others of {min(found, usual)}; "
-                    f"a text with {self._delimiter!r} in it needs quotes around it"
-                )
-            yield row
-
-
-@contextmanager
-def opened(path: Path, wanted: Collection[str]) -> Iterator[Rows]:
-    """The rows of a CSV file, split by the delimiter under which its header has most of the columns ``wanted``.
-
-    Raises DataError where it has one of them twice: nobody could tell which is meant.
+    It is split by the delimiter under which its header has most of the columns ``wanted``. Raises DataError where it
+    has one of them twice, since nobody could tell which is meant, and for a line with more values than the others: in
+    it stands a text with a delimiter and no quotes, whose end would be taken for the next column, such as the label.
     """
     csv.field_size_limit(_LONGEST_FIELD)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        header = file.readline()
+        header = file.readline().strip()
         file.seek(0)
-        found = max(_DELIMITERS, key=lambda delimiter: len(_names(header, delimiter) & set(wanted)))
-        rows = Rows(file, found)
-        twice = [name for name in wanted if rows.columns.count(name) > 1]
+        found_by = {one: {name.strip(' "') for name in header.split(one)} & {*wanted} for one in _DELIMITERS}
+        delimiter = max(_DELIMITERS, key=lambda one: len(found_by[one]))
+        reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
+        columns = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        twice = [name for name in wanted if columns.count(name) > 1]
         if twice:
-            raise DataError(
-                f"{path} has the column {twice[0]} {rows.columns.count(twice[0])} times", "Rename the others."
-            )
-        yield rows
-
-
-def _names(header: str, delimiter: str) -> set[str]:
-    return {name.strip() for name in next(csv.reader([header], delimiter=delimiter, skipinitialspace=True), ())}
+            raise DataError(f"{path} has the column {twice[0]} {columns.count(twice[0])} times", "Rename the others.")
+        rows: list[tuple[int, dict[str, str]]] = []
+        usual: int | None = None  # all lines may have a value that the header has no name for
+        try:
+            for row in reader:
+                beyond = row.pop(None, None) or ()
+                found = len(columns) + sum(bool(value.strip()) for value in beyond)
+                usual = usual or found
+                if found != usual:
+                    raise csv.Error(
+                        f"a line of {max(found, usual)} values among others of {min(found, usual)}; "
+                        f"a text with {delimiter!r} in it needs quotes around it"
+                    )
+                rows.append((reader.line_num, row))
+        except csv.Error as error:
+            raise DataError(f"{path}, line {reader.line_num}: {error}", "Mend the line.") from error
+    return columns, rows

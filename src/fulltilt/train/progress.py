@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TextIO, TypeVar
@@ -22,7 +22,6 @@ from fulltilt import figures as words
 from fulltilt.diagnosis.forecast import forecast
 from fulltilt.errors import FulltiltError
 from fulltilt.figures import clean
-from fulltilt.probes.host import rates_between, read_counters
 from fulltilt.records import GpuReading, HostReading, Sample
 from fulltilt.report.console import can_redraw, encodable
 from fulltilt.report.status_line import memory_line, status_line
@@ -57,13 +56,6 @@ def bar_text(done: int, total: int | None) -> str:
 def metrics_text(values: dict[str, float]) -> str:
     """``train_loss 0.1234, eval_accuracy 0.9``."""
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-
-
-def watched_metric(values: Mapping[str, float], watched: str | None) -> dict[str, float]:
-    """The metric worth a place beside the bar: the watched one, else the first of the evaluation that is no loss."""
-    evaluated = [name for name in values if name.startswith("eval_")]
-    wanted = [f"eval_{watched.removeprefix('eval_')}"] if watched else [n for n in evaluated if n != "eval_loss"]
-    return {name: values[name] for name in wanted[:1] if name in values}
 
 
 # --------------------------------------------------------------------------- peaks
@@ -167,16 +159,12 @@ class Screen:
             "fulltilt"
         ).isEnabledFor(logging.DEBUG)
         self.latest: Sample | None = None
-        # The first reading of a sampler has no time before it over which a load could be measured: this is its start.
-        self._before_sampling = read_counters(time.monotonic()) if self.sampled else None
         self.waits_s: list[float] = []
         self._terminal = Terminal(self.stream)
         self._log = MetricLog(out) if speaks else None
         self._relay = _Relay(self)
         self._on_gpu = False
         self._peak: Sample | None = None
-        self._metrics: dict[str, float] = {}
-        self._watched: str | None = None
         self._asked: int | None = None
         self._batch_told: int | None = None
         self._epoch = self._epochs = 0
@@ -217,7 +205,7 @@ class Screen:
 
     def begin(self, settings: TrainSettings, precision: str, epochs: int, gpu_names: Sequence[str]) -> None:
         """Say what the run trains, and on what."""
-        self._watched, self._epochs, self._asked = settings.monitor, epochs, settings.batch_size
+        self._epochs, self._asked = epochs, settings.batch_size
         self._on_gpu = bool(gpu_names)
         if gpu_names:
             self.say(f"Using {words.count('GPU', len(gpu_names))} for training")
@@ -284,7 +272,6 @@ class Screen:
         """The summary of an epoch."""
         seconds = time.monotonic() - self._began_s
         self._terminal.keep()
-        self._metrics = metrics
         self.say(f"Epoch {epoch + 1}/{self._epochs}: {metrics_text(metrics)}")
         self.say(epoch_time_line(self._trained_s or seconds, self._samples, self._batches))
         self._say_memory()
@@ -306,9 +293,6 @@ class Screen:
 
     def note(self, sample: Sample) -> None:
         """What the machine does now; called from the sampler's thread."""
-        if sample.host.cpu_pct is None and self._before_sampling is not None:
-            so_far = rates_between(self._before_sampling, read_counters(time.monotonic()))
-            sample = replace(sample, host=replace(sample.host, cpu_pct=so_far.cpu_pct))
         self.latest = sample
         self._peak = peak_of(self._peak, sample)
 
@@ -322,7 +306,7 @@ class Screen:
         if self._last:
             parts.append(f"ETA {words.seconds(round((self._last - done) * passed_s / (done - steps)))}")
         parts.append(f"loss {figures.loss:.4g}")
-        line = " ".join([*parts, metrics_text(watched_metric(self._metrics, self._watched))]).rstrip()
+        line = " ".join(parts)
         return [line] if self.latest is None else [line, status_line(self.latest)]
 
     def _say_memory(self) -> None:

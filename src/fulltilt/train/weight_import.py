@@ -10,7 +10,7 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ _WEIGHT_KEYS = (
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _FOLDER_FILES = (*_WHOLE, *(f"{name}.index.json" for name in _WHOLE))
 _WHAT_TO_GIVE = "Give a checkpoint folder, or a file of weights."
-_REMOTE = re.compile(r"(?:https?|s3|gs|hf|ftp):/+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,6 @@ class WeightMatch:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]
-    left_out: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -56,7 +54,6 @@ class WeightMatch:
             ("missing in the file", self.missing),
             ("unexpected in the file", self.unexpected),
             ("of another shape", self.mismatched),
-            ("not taken", self.left_out),
         ):
             if names:
                 more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -86,10 +83,9 @@ def _shape(tensor: torch.Tensor) -> str:
 
 def load_weights(model: torch.nn.Module, path: Path) -> WeightMatch:
     """Load what fits from ``path`` into ``model`` and say what. Raises UsageError where nothing does."""
-    given, left_out = read_weights(path)
     own = model.state_dict()
-    given = _without_prefix(given, own)
-    plan = replace(compare(own, given, str(path)), left_out=left_out)
+    given = _without_prefix(read_weights(path), own)
+    plan = compare(own, given, str(path))
     if not plan.taken:
         raise UsageError("; ".join(plan.lines()), "Give a checkpoint of the same model with --resume-from.")
     model.load_state_dict({name: sharded_like(given[name], own[name]) for name in plan.taken}, strict=False)
@@ -99,12 +95,9 @@ def load_weights(model: torch.nn.Module, path: Path) -> WeightMatch:
 def place_of(path: Path) -> Path:
     """What a path to resume from stands for: the folder of a run for its newest checkpoint, any other for itself.
 
-    So does the file of weights of a checkpoint, also of one that has them in shards.
     Raises UsageError when nothing is there, MachineError when no checkpoint of a run is intact.
     """
-    if _REMOTE.match(str(path)):
-        raise UsageError(f"{path} is not on this machine", "Download it first.")
-    if not path.exists() and not _is_in_shards(path):
+    if not path.exists():
         raise UsageError(f"{path} does not exist", _WHAT_TO_GIVE)
     for root in (path / "checkpoints", path):
         if root.is_dir() and checkpoint.folders(root) and (found := newest_complete(root).checkpoint):
@@ -112,25 +105,18 @@ def place_of(path: Path) -> Path:
     return path
 
 
-def _is_in_shards(path: Path) -> bool:
-    """Whether it is the file of weights that a checkpoint would have, were they not in shards."""
-    named = path.name == checkpoint.MODEL_FILE and (path.parent / checkpoint.MANIFEST_FILE).exists()
-    return named and not path.exists()
-
-
-def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """The named tensors of a checkpoint folder or file, and the names of what else it holds. Raises UsageError."""
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The named tensors of a checkpoint folder or file. Raises UsageError, DataError, MachineError."""
     path = place_of(path)
-    folder = path.parent if _is_in_shards(path) else path
-    if (folder / checkpoint.MANIFEST_FILE).exists():
-        return checkpoint.load(folder)[0], ("the rest of the state",)
+    if (path / checkpoint.MANIFEST_FILE).exists():
+        return checkpoint.load(path)[0]
     if path.is_dir():
         there = [path / name for name in _FOLDER_FILES if (path / name).is_file()]
         if not there:
             raise DataError(f"{path} is no checkpoint folder and has no {' or '.join(_WHOLE)}", _WHAT_TO_GIVE)
         path = there[0]
     if path.name.endswith(".index.json"):
-        return _in_parts(path), ()
+        return _in_parts(path)
     return _weights_in(_content(path), path)
 
 
@@ -140,7 +126,7 @@ def _in_parts(index: Path) -> dict[str, torch.Tensor]:
         files = [index.parent / Path(name).name for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{index} cannot be read: {reason(error)}") from error
-    return {name: tensor for file in files for name, tensor in _weights_in(_content(file), file)[0].items()}
+    return {name: tensor for file in files for name, tensor in _weights_in(_content(file), file).items()}
 
 
 def _content(path: Path) -> Any:
@@ -153,10 +139,8 @@ def _content(path: Path) -> Any:
             raise DataError(f"{path} is {'no checkpoint' if head else 'empty'}: torch.save has not written it")
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
         raise DataError(
-            f"{path} is refused: it holds more than weights{f' ({found[1]})' if found else ''}, "
-            "and loading it could run code",
+            f"{path} is refused: it holds more than weights ({reason(error)}), and loading it could run code",
             "Export its weights with safetensors, or torch.save(model.state_dict()).",
         ) from error
     except (OSError, ValueError, EOFError, RuntimeError, KeyError, AttributeError, TypeError, IndexError) as error:
@@ -170,18 +154,16 @@ def reason(error: Exception) -> str:
     return refused[1] if refused else first.partition(". ")[0][:120]
 
 
-def _weights_in(content: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    left_out: tuple[str, ...] = ()
+def _weights_in(content: Any, path: Path) -> dict[str, torch.Tensor]:
     if isinstance(content, dict):
         for key in _WEIGHT_KEYS:
             inner = content.get(key)
             if isinstance(inner, Mapping) and any(isinstance(value, torch.Tensor) for value in inner.values()):
-                left_out = tuple(str(name) for name in content if name != key)
                 content = inner
                 break
         tensors = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
         if tensors:
-            return tensors, left_out
+            return tensors
     raise DataError(f"{path} holds no weights", f"Its weights should be the file itself or under {_WEIGHT_KEYS[0]}.")
 
 

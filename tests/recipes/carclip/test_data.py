@@ -16,8 +16,8 @@ from fulltilt.recipes.carclip.data import (
     CarPictures,
     CarViews,
     Picture,
+    captions_of,
     decoded,
-    prompts,
     read,
     read_templates,
 )
@@ -72,10 +72,10 @@ def words(error: FulltiltError) -> str:
 def test_folders_are_make_model_and_year(garage: Path) -> None:
     pictures = read(garage, 0.2)
     assert len(pictures) == 40
-    assert {picture.label for picture in pictures} == {
+    assert {picture.car for picture in pictures} == {
         (f"Make {make}", "One", str(2000 + year)) for make in range(4) for year in range(3)
     }
-    assert all(picture.caption is None and picture.car == picture.label for picture in pictures)
+    assert all(picture.caption is None for picture in pictures)
     assert {"train", "val"} == {picture.split for picture in pictures}
 
 
@@ -93,10 +93,10 @@ def test_the_datas_own_split_counts(garage: Path) -> None:
             put(garage.parent / "own" / side / "A" / "B" / "2001" / f"{number}.jpg")
     pictures = read(garage.parent / "own", 0.5)
     assert [picture.split for picture in pictures] == ["train"] * 3 + ["val"] * 3
-    assert {picture.label for picture in pictures} == {("A", "B", "2001")}
+    assert {picture.car for picture in pictures} == {("A", "B", "2001")}
 
 
-def test_a_table_gives_captions_labels_and_split(tmp_path: Path) -> None:
+def test_a_table_gives_captions_cars_and_split(tmp_path: Path) -> None:
     car = {"make": "Kia", "model": "Rio", "year": "2011"}
     rows = [
         {"filepath": f"{n}.jpg", "title": f"a {c} car, number {n}", **car, "colour": c, "split": s}
@@ -109,7 +109,6 @@ def test_a_table_gives_captions_labels_and_split(tmp_path: Path) -> None:
         "what agrees in make, model, year and colour is the same car"
     )
     assert [picture.split for picture in pictures] == ["train", "train", "val", "val"]
-    assert pictures[0].label == ("Kia", "Rio", "2011")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,7 @@ def test_a_line_with_a_value_too_many_and_a_systems_own_files_do_no_harm(garage:
 
 
 def test_missing_pictures_are_counted(tmp_path: Path) -> None:
-    pictures = [Picture(tmp_path / f"{n}.jpg", None, "x", ("x",), "train") for n in range(3)]
+    pictures = [Picture(tmp_path / f"{n}.jpg", "x", ("x",), "train") for n in range(3)]
     with pytest.raises(DataError, match=r"0\.jpg is not there \(and 2 more\)"):
         sizes(picture.path for picture in pictures)
 
@@ -180,7 +179,8 @@ def test_templates_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "templates.txt"
     file.write_text("# mine\n{make}!\n\nthe {model} of {year}\n")
     assert read_templates(file, TEMPLATES) == ("{make}!", "the {model} of {year}")
-    assert prompts(("Alder", "Pico", "2005"), ("{make}!", "the {model} of {year}")) == ("Alder!", "the Pico of 2005")
+    picture = Picture(tmp_path, None, ("Alder", "Pico", "2005"), "train")
+    assert captions_of(picture, ("{make}!", "the {model} of {year}")) == ("Alder!", "the Pico of 2005")
     file.write_text("a {colour} {make}")
     with pytest.raises(UsageError, match=r"Use \{make\}, \{model\} and \{year\}"):
         read_templates(file, TEMPLATES)
@@ -210,11 +210,9 @@ def test_a_picture_is_scaled_and_cut_from_the_middle(tmp_path: Path) -> None:
 
 def test_captions_take_turns_and_views_depend_on_epoch_and_sample_only(garage: Path) -> None:
     pictures = read(garage, 0.2)
-    labels = sorted({picture.label for picture in pictures if picture.label})
-    samples = CarPictures(pictures, 32, labels, ("{make}", "a {make} {model}"), lengths)
+    samples = CarPictures(pictures, 32, ("{make}", "a {make} {model}"), lengths)
     first = samples[0]
     assert first["tokens"].tolist() == [[6, 7], [12, 7]]
-    assert labels[int(first["label"])] == pictures[0].label
     batch = {name: torch.stack([samples[i][name] for i in (0, 1, 2)]) for name in first}
     views = CarViews(32, augment=True)
     taken = [views(batch, 0, epoch, torch.tensor([0, 1, 2])) for epoch in (0, 1, 2)]

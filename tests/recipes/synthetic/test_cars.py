@@ -23,9 +23,9 @@ def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:
     assert digest(tmp_path / "a") != digest(tmp_path / "c")
     pictures = read(tmp_path / "a", 0.1)
     assert len(pictures) == 30
-    assert all(each.path.is_file() and each.label and each.caption for each in pictures)
+    assert all(each.path.is_file() and each.caption for each in pictures)
     folders = {each.path.relative_to(tmp_path / "a").parts[:3] for each in pictures}
-    assert folders == {each.label for each in pictures}
+    assert folders == {each.car[:3] for each in pictures}
 
 
 def test_captions_tell_what_is_seen() -> None:

@@ -5,7 +5,6 @@ The tensors are the same every time, so that the feed can keep them decoded.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -31,15 +30,12 @@ CAPTION_COLUMNS = ("caption", "title", "text", "description")
 CAR_COLUMNS = ("make", "model", "year", "colour", "color", "body")
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "val"}
 
-Label = tuple[str, str, str]
-
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture. ``label`` is make, model and year; ``car`` is alike for pictures that show the same car."""
+    """One picture. ``car`` is alike for pictures of one car; without a caption it is make, model and year."""
 
     path: Path
-    label: Label | None
     caption: str | None
     car: tuple[str, ...]
     split: str
@@ -82,8 +78,7 @@ def _from_folders(root: Path) -> list[Picture]:
                 f"{path} does not lie in a folder make/model/year of {root}",
                 "Sort the pictures as make/model/year/picture.jpg, with train/ and val/ above or not, or use a CSV.",
             )
-        make, model, year = (name.replace("_", " ") for name in names[-3:])
-        found.append(Picture(path, (make, model, year), None, (make, model, year), split))
+        found.append(Picture(path, None, tuple(name.replace("_", " ") for name in names[-3:]), split))
     if not found:
         raise DataError(
             f"{root} holds no pictures ({', '.join(SUFFIXES)})",
@@ -94,15 +89,12 @@ def _from_folders(root: Path) -> list[Picture]:
 
 def _from_csv(table: Path) -> list[Picture]:
     try:
-        with tables.opened(table, (*IMAGE_COLUMNS, *CAPTION_COLUMNS)) as reader:
-            image = _column(reader.columns, IMAGE_COLUMNS, "the pictures' paths", table)
-            caption = _column(reader.columns, CAPTION_COLUMNS, "the captions", table)
-            try:
-                return [_from_row(row, image, caption, table, reader.line_number) for row in reader]
-            except csv.Error as error:
-                raise DataError(f"line {reader.line_number} of {table}: {error}", "Mend the line.") from error
-    except (OSError, csv.Error, UnicodeDecodeError) as error:
+        columns, rows = tables.read(table, (*IMAGE_COLUMNS, *CAPTION_COLUMNS))
+    except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {table}: {error}", "It should be a CSV in UTF-8 with a header line.") from error
+    image = _column(columns, IMAGE_COLUMNS, "the pictures' paths", table)
+    caption = _column(columns, CAPTION_COLUMNS, "the captions", table)
+    return [_from_row(row, image, caption, table, line) for line, row in rows]
 
 
 def _column(columns: Sequence[str], known: tuple[str, ...], of: str, table: Path) -> str:
@@ -119,14 +111,13 @@ def _from_row(row: dict[str, str], image: str, caption: str, table: Path, number
     if not row[image] or not (row[caption] or "").strip():
         missing = caption if row[image] else image
         raise DataError(f"line {number} of {table} has no {missing}", "Fill it in, or take the line out.")
-    known = {name: (row.get(name) or "").strip() for name in ("make", "model", "year")}
-    label = (known["make"], known["model"], known["year"]) if all(known.values()) else None
     told = (row.get("split") or "").strip().lower()
     if told and told not in SPLITS:
         raise DataError(f"line {number} of {table}: split is {told!r}", f"Use {', '.join(SPLITS)}.")
     # The same car in other words; a caption says which it is where the columns do not.
-    car = tuple((row.get(name) or "").strip() for name in CAR_COLUMNS) if label else (row[caption].strip(),)
-    return Picture(table.parent / row[image], label, row[caption].strip(), car, SPLITS.get(told, ""))
+    known = tuple((row.get(name) or "").strip() for name in CAR_COLUMNS)
+    car = known if all(known[:3]) else (row[caption].strip(),)
+    return Picture(table.parent / row[image], row[caption].strip(), car, SPLITS.get(told, ""))
 
 
 def _share_of(path: Path, root: Path) -> float:
@@ -172,9 +163,9 @@ def read_templates(file: Path | None, defaults: tuple[str, ...]) -> tuple[str, .
 
 
 class CarPictures(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """``image`` uint8 [3, side, side], ``tokens`` [captions, length], ``car`` and ``label`` as numbers.
+    """``image`` uint8 [3, side, side], ``tokens`` [captions, length], ``car`` as a number.
 
-    ``label`` is the place in ``labels``, or -1. Every picture has as many captions as any other.
+    Every picture has as many captions as any other.
     """
 
     deterministic = True  # the feed may keep what it returns
@@ -183,16 +174,13 @@ class CarPictures(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self,
         pictures: Sequence[Picture],
         side: int,
-        labels: Sequence[Label],
         templates: Sequence[str],
         tokenise: Callable[[list[str]], torch.Tensor],
     ) -> None:
         self.paths = [str(picture.path) for picture in pictures]
         self.side = side
         cars = {car: number for number, car in enumerate(dict.fromkeys(picture.car for picture in pictures))}
-        places = {label: place for place, label in enumerate(labels)}
         self.cars = torch.tensor([cars[picture.car] for picture in pictures])
-        self.labels = torch.tensor([places.get(picture.label, -1) if picture.label else -1 for picture in pictures])
         # Thousands of pictures share a few captions; each is kept once.
         texts = [captions_of(picture, templates) for picture in pictures]
         rows = {captions: row for row, captions in enumerate(dict.fromkeys(texts))}
@@ -208,7 +196,6 @@ class CarPictures(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             "image": decoded(Path(self.paths[index]), self.side),
             "tokens": self.tokens[self.rows[index]],
             "car": self.cars[index],
-            "label": self.labels[index],
         }
 
 
@@ -216,13 +203,7 @@ def captions_of(picture: Picture, templates: Sequence[str]) -> tuple[str, ...]:
     """What may be said of a picture: its own caption, or the templates filled in."""
     if picture.caption is not None:
         return (picture.caption,)
-    assert picture.label is not None
-    return prompts(picture.label, templates)
-
-
-def prompts(label: Label, templates: Sequence[str]) -> tuple[str, ...]:
-    """The templates filled in with make, model and year."""
-    make, model, year = label
+    make, model, year = picture.car
     return tuple(template.format(make=make, model=model, year=year) for template in templates)
 
 

@@ -92,7 +92,6 @@ class Loaded:
     tokenise: Callable[[list[str]], torch.Tensor]
     image_size: int
     about: str
-    pretrained: bool
 
 
 # --------------------------------------------------------------------------- models
@@ -107,7 +106,7 @@ def load_hugging_face(name: str, captions: Sequence[str]) -> Loaded:
     logging.disable_progress_bar()
     clip = load("CLIP model", name, CLIPModel.from_pretrained, GIVE)
     tokenizer = load("tokenizer", name, AutoTokenizer.from_pretrained, GIVE)
-    return _loaded(clip, tokenizer, captions, f"{name}, pretrained", pretrained=True)
+    return _loaded(clip, tokenizer, captions, f"{name}, pretrained")
 
 
 def _refuse_other_model(folder: Path) -> None:
@@ -147,17 +146,16 @@ def random_weights(
     )
     clip = CLIPModel(config)
     torch.nn.init.normal_(clip.vision_model.embeddings.position_embedding.weight, std=POSITION_STD)
-    return _loaded(clip, tokenizer, captions, f"{size}, random weights", pretrained=False)
+    return _loaded(clip, tokenizer, captions, f"{size}, random weights")
 
 
-def _loaded(clip: Any, tokenizer: Any, captions: Sequence[str], about: str, *, pretrained: bool) -> Loaded:
+def _loaded(clip: Any, tokenizer: Any, captions: Sequence[str], about: str) -> Loaded:
     length = fixed_length(tokenizer, captions, clip.config.text_config.max_position_embeddings)
     return Loaded(
         model=DualEncoder(clip, tokenizer),
         tokenise=partial(tokenised, tokenizer, length=length),
         image_size=int(clip.config.vision_config.image_size),
         about=about,
-        pretrained=pretrained,
     )
 
 

@@ -16,14 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip import BUILT_IN, GIVE, TEMPLATES, CarClipOptions
 from fulltilt.recipes.carclip import data as table
-from fulltilt.recipes.carclip.data import CarPictures, CarViews, Label, Picture, captions_of, prompts
-from fulltilt.recipes.carclip.model import (
-    TOKENIZER,
-    DualEncoder,
-    Loaded,
-    load_hugging_face,
-    random_weights,
-)
+from fulltilt.recipes.carclip.data import CarPictures, CarViews, Picture, captions_of
+from fulltilt.recipes.carclip.model import TOKENIZER, Loaded, load_hugging_face, random_weights
 from fulltilt.recipes.images import sizes
 from fulltilt.recipes.pretrained import own_tokenizer, refuse_unavailable
 from fulltilt.recipes.recipe import Request
@@ -33,11 +27,6 @@ from fulltilt.train.data_source import counts_of_all, rows_of_all
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.guards import is_out_of_memory
 from fulltilt.train.job import Job, Stage
-
-# Above it a pretrained CLIP forgets more than it learns; 2e-5 is usual.
-GENTLE_LR = 1e-4
-# A larger share of the pictures is not left out without a word.
-TOLD_SHARE = 0.05
 
 
 def check_options(request: Request) -> None:
@@ -90,19 +79,16 @@ def build(request: Request) -> tuple[Job, Loaded]:
     options: CarClipOptions = request.options
     templates = _templates(options)
     pictures = table.read(request.data, options.val_share)
-    labels = sorted({picture.label for picture in pictures if picture.label is not None})
-    all_prompts = [prompt for label in labels for prompt in prompts(label, templates)]
     captions = [caption for picture in pictures for caption in captions_of(picture, templates)]
-    captions += all_prompts
     torch.manual_seed(request.settings.seed)  # random weights are the run's own
     loaded = load_model(request, captions)
     if detect().rank == 0:
-        for line in opening(pictures, labels, loaded, request.settings):
+        for line in opening(pictures, loaded, request.settings):
             print(line, flush=True)
 
     def samples(split: str) -> CarPictures:
         chosen = [picture for picture in pictures if picture.split == split]
-        return CarPictures(chosen, loaded.image_size, labels, templates, loaded.tokenise)
+        return CarPictures(chosen, loaded.image_size, templates, loaded.tokenise)
 
     job = Job(
         model=loaded.model,
@@ -113,7 +99,7 @@ def build(request: Request) -> tuple[Job, Loaded]:
         eval_data=samples("val"),
         eval_augment=CarViews(loaded.image_size, augment=False),
         eval_loss=embed_for_metrics,
-        eval_metrics=partial(whole_set, loaded.model, labels, loaded.tokenise(all_prompts) if labels else None),
+        eval_metrics=partial(whole_set, device_of(request.settings.device, detect().local_rank)),
         stages=(Stage("training", request.settings.epochs, frozen=_frozen(options)),),
         name="carclip",
     )
@@ -138,26 +124,19 @@ def embed_for_metrics(
     """The loss within a validation batch, and what the metrics of the whole set need of it."""
     images, texts = model(batch["image"], batch["tokens"])
     loss, found = compared(images, texts, batch["car"], model.log_scale)
-    return loss, found, {"images": images, "texts": texts, "car": batch["car"], "label": batch["label"]}
+    return loss, found, {"images": images, "texts": texts, "car": batch["car"]}
 
 
-def opening(pictures: Sequence[Picture], labels: Sequence[Label], loaded: Loaded, settings: TrainSettings) -> list[str]:
+def opening(pictures: Sequence[Picture], loaded: Loaded, settings: TrainSettings) -> list[str]:
     """What a run says of its data, its model and its batches before it starts."""
     train = sum(picture.split == "train" for picture in pictures)
     weights = sum(parameter.numel() for parameter in loaded.model.parameters())
     lines = [
-        f"Data: {train} pictures to train, {len(pictures) - train} to validate, {len(labels)} cars by make/model/year",
+        f"Data: {train} pictures to train, {len(pictures) - train} to validate",
         f"Model: {loaded.about}, {weights / 1e6:.1f} M weights, pictures of {loaded.image_size} pixels",
     ]
-    if not loaded.pretrained:
-        lines.append("For pretrained weights: --model openai/clip-vit-base-patch32, or a folder.")
-    elif settings.lr > GENTLE_LR:
-        lines.append(f"warning: lr {settings.lr:g} is high for pretrained weights; 2e-5 is usual")
-    whole = settings.batch_size * settings.accumulation
-    if train > whole and train % whole > TOLD_SHARE * train:
-        left = f"{train % whole} of {train} pictures"
-        lines.append(f"Each epoch leaves out {left}, other ones each time: a step compares a whole batch of {whole}")
     if settings.accumulation > 1:
+        whole = settings.batch_size * settings.accumulation
         lines.append(
             f"A step compares {whole} pictures with {whole} captions, in {settings.accumulation} parts of"
             f" {settings.batch_size}: the gradient of one batch of {whole}, which plain accumulation does not give"
@@ -297,40 +276,6 @@ def _image_places(images: torch.Tensor, gallery: torch.Tensor, group: torch.Tens
         yield ((scores >= best) & ~own).sum(dim=1)
 
 
-def named(
-    images: torch.Tensor, labels: torch.Tensor, classes: torch.Tensor, names: Sequence[Label]
-) -> dict[str, float]:
-    """Zero-shot accuracy: the label whose prompts lie nearest. Right as a whole, in the make, in make and model."""
-    known = labels >= 0
-    images, labels = images[known], labels[known]
-    guesses = torch.cat([(rows @ classes.T).argmax(dim=1) for rows in torch.split(images, CHUNK)])
-    found = {"zero_shot": float((guesses == labels).double().mean())}
-    for name, depth in (("zero_shot_make", 1), ("zero_shot_model", 2)):
-        parts = {part: number for number, part in enumerate(dict.fromkeys(label[:depth] for label in names))}
-        number = torch.tensor([parts[label[:depth]] for label in names], device=labels.device)
-        found[name] = float((number[guesses] == number[labels]).double().mean())
-    return found
-
-
-@torch.inference_mode()
-def whole_set(
-    model: DualEncoder, names: Sequence[Label], prompts: torch.Tensor | None, kept: Mapping[str, torch.Tensor]
-) -> dict[str, float]:
-    """Recalls over the whole set, and zero-shot accuracy where labels are known.
-
-    ``prompts`` are the tokens of the labels' prompts, of one label after the other.
-    """
-    device = model.log_scale.device
-    images, texts, cars, labels = (kept[name].to(device) for name in ("images", "texts", "car", "label"))
-    found = recalls(images, texts, cars)
-    if prompts is not None and bool((labels >= 0).any()):
-        training = model.training
-        model.eval()
-        try:
-            embedded = torch.cat([model.embed_texts(part.to(device)) for part in torch.split(prompts, CHUNK)])
-        finally:
-            model.train(training)
-        # The mean direction of a label's prompts stands for it.
-        classes = functional.normalize(embedded.view(len(names), -1, embedded.shape[1]).mean(1), dim=-1)
-        found |= named(images, labels, classes, names)
-    return found
+def whole_set(device: torch.device, kept: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Recalls over the whole set, counted on ``device``."""
+    return recalls(*(kept[name].to(device) for name in ("images", "texts", "car")))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image
 
 from fulltilt.errors import DataError
 from fulltilt.recipes.cod import CodOptions
@@ -55,10 +55,7 @@ def _pictures_in(folder: Path) -> list[Path]:
 
 
 class Pictures(torch.utils.data.Dataset[Any]):
-    """Pairs as uint8 tensors: the picture [3, size, size], its mask [1, size, size] of 0 and 1. Nothing random.
-
-    A picture that its camera marked as turned is turned where its mask was drawn so: then their sizes differ.
-    """
+    """Pairs as uint8 tensors: the picture [3, size, size], its mask [1, size, size] of 0 and 1. Nothing random."""
 
     deterministic = True  # the feed may keep what it returns
 
@@ -72,20 +69,14 @@ class Pictures(torch.utils.data.Dataset[Any]):
         pair = self.pairs[index]
         place = (self.size, self.size)
         with opened(pair.mask) as drawn:
-            whole = drawn.size
             mask = as_mask(drawn).resize(place, Image.Resampling.BILINEAR)
         with opened(pair.picture) as taken:
-            turned = taken.size != whole
             # A JPEG decodes at a fraction of its size for a fraction of the time.
             taken.draft("RGB", place)
-            upright = ImageOps.exif_transpose(taken) if turned else taken
-            picture = as_rgb(upright).resize(place, Image.Resampling.BILINEAR)
+            picture = as_rgb(taken).resize(place, Image.Resampling.BILINEAR)
         image = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(self.size, self.size, 3)
         hidden = torch.frombuffer(bytearray(mask.tobytes()), dtype=torch.uint8).view(1, self.size, self.size)
         return image.permute(2, 0, 1).contiguous(), (hidden > 127).to(torch.uint8)
-
-
-_ON_ITS_SIDE = (5, 6, 7, 8)
 
 
 def check(request: Request) -> None:
@@ -106,7 +97,7 @@ def check_pairs(listed: Sequence[Pair]) -> None:
     differing = [
         (pair, f"{drawn[0]}×{drawn[1]}, its picture {size[0]}×{size[1]}")
         for pair, (size, drawn) in zip(listed, both, strict=True)
-        if size != drawn and drawn != _upright_size(pair.picture)
+        if size != drawn
     ]
     if differing:
         pair, found = differing[0]
@@ -116,11 +107,3 @@ def check_pairs(listed: Sequence[Pair]) -> None:
 
 def _alike(bad: Sequence[Any], listed: Sequence[Pair]) -> str:
     return f" ({len(bad)} of {len(listed)} are like that)" if len(bad) > 1 else ""
-
-
-def _upright_size(path: Path) -> tuple[int, int]:
-    """The size of a picture that its camera may have marked as lying on its side."""
-    with opened(path) as image:
-        width, height = image.size
-        on_its_side = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
-    return (height, width) if on_its_side else (width, height)

@@ -173,7 +173,7 @@ def _weights_for(name: str, path: Path) -> dict[str, torch.Tensor]:
     """The weights of a file, safely read. Raises UsageError when they are of another backbone."""
     with torch.device("meta"):
         whole = timm.create_model(name)
-    given, _ = read_weights(path)
+    given = read_weights(path)
     fit = compare(whole.state_dict(), given, str(path))
     if not fit.taken:
         raise UsageError(f"{path} holds no weights of {name}", "Give timm's own weights of that backbone, or none.")

@@ -16,9 +16,9 @@ from fulltilt.recipes.cod import model as network
 from fulltilt.recipes.cod.data import Pictures, pairs
 from fulltilt.recipes.cod.model import blocks as blocks_of
 from fulltilt.recipes.recipe import Request
-from fulltilt.train.checkpoint import MODEL_FILE
+from fulltilt.train.distributed import detect
 from fulltilt.train.job import Job, Stage
-from fulltilt.train.weight_import import place_of
+from fulltilt.train.weight_import import load_weights
 
 MOST_LOGIT = 30.0
 # How much more a pixel counts whose surroundings are all of the other kind; the value of the field since F3Net.
@@ -39,12 +39,14 @@ def check_options(request: Request) -> None:
 
 def run(request: Request) -> Mapping[str, float]:
     """Train, and return the last metrics."""
+    job = build(request)
     if request.options.skip_stage1 and request.resume_from is not None:
-        begin = place_of(request.resume_from)
-        if begin.is_dir():
-            # Stage 2 begins at its beginning, with these weights: the position in the other run means nothing here.
-            request = replace(request, resume_from=begin / MODEL_FILE)
-    return request.train(build(request))
+        # Stage 2 begins at its beginning, with these weights: the position in the other run means nothing here.
+        taken = load_weights(job.model, request.resume_from)
+        if detect().rank == 0:
+            print(*taken.lines(), sep="\n", flush=True)
+        request = replace(request, resume_from=None)
+    return request.train(job)
 
 
 def build(request: Request) -> Job:

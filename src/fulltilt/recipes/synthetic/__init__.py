@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -100,26 +100,13 @@ def _show(done: Iterator[int], size: int, label: str) -> None:
 
 
 def spread(write: Callable[[range], None], size: int) -> Iterator[int]:
-    """Call ``write`` with every piece of ``range(size)`` in some process; yields how many samples are done so far.
-
-    The pieces do not depend on the number of processes.
-    """
+    """Call ``write`` with every piece of ``range(size)`` in some process; yields how many samples are done so far."""
     pieces = [range(first, min(first + PIECE, size)) for first in range(0, size, PIECE)]
-    processes = min(int(cpu_capacity().usable), len(pieces))
-    done = 0
-    if processes < 2:
-        for piece in pieces:
-            write(piece)
-            done += len(piece)
-            yield done
-        return
+    processes = max(min(int(cpu_capacity().usable), len(pieces)), 1)
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), initializer=_end_with_the_parent)
     try:
-        waiting = {pool.submit(write, piece): len(piece) for piece in pieces}
-        for finished in as_completed(waiting):
-            finished.result()
-            done += waiting[finished]
-            yield done
+        for piece, _ in zip(pieces, pool.map(write, pieces), strict=True):
+            yield piece.stop
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C or a full disk, what is begun is waited for and nothing else
 

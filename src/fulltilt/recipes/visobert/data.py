@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import random
@@ -174,13 +173,9 @@ _Lines = Iterator[tuple[int, dict[str, Any]]]
 
 
 def _csv(path: Path, wanted: tuple[str, str]) -> _Lines:
-    with tables.opened(path, wanted) as rows:
-        try:
-            _need(path, wanted, rows.columns)
-            for row in rows:
-                yield rows.line_number, row
-        except csv.Error as error:
-            raise DataError(f"{path}, line {rows.line_number}: {error}") from error
+    columns, rows = tables.read(path, wanted)
+    _need(path, wanted, columns)
+    yield from rows
 
 
 def _json_lines(path: Path, wanted: tuple[str, str]) -> _Lines:
