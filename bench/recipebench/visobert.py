@@ -16,7 +16,7 @@ from fulltilt.recipes.pretrained import trained_tokenizer
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import text as made
 from fulltilt.recipes.visobert import RECIPE, Options
-from fulltilt.recipes.visobert.data import Split, Texts, TokenisedTexts, read_texts
+from fulltilt.recipes.visobert.data import Split, Texts, read_texts
 from fulltilt.recipes.visobert.trainer import build, load_model
 from fulltilt.train import Job, TrainSettings
 from recipebench.measuring import Bench, plain_step, stock_rate
@@ -124,6 +124,8 @@ def usual_rate(bench: Bench, options: Options, tokenizer: Any, job: Job, texts: 
     """The usual settings: a stock loader in random order, padded to the longest of each batch of 96, fp16."""
     batch, workers = (8, 1) if bench.smoke else (STOCK_BATCH, STOCK_WORKERS)
     tokens = tokenise(texts.train.texts, lambda part: tokenizer(part, truncation=True, max_length=options.max_length))
+    each = zip(tokens.flat.tensor_split(tokens.offsets[1:-1]), texts.train.labels, strict=True)
+    samples: Any = [{"input_ids": ids.tolist(), "labels": label} for ids, label in each]
     pad = transformers.DataCollatorWithPadding(tokenizer)
     names = ("input_ids", "attention_mask", "labels")
 
@@ -132,7 +134,7 @@ def usual_rate(bench: Bench, options: Options, tokenizer: Any, job: Job, texts: 
         return tuple(padded[name] for name in names)
 
     loader = torch.utils.data.DataLoader(
-        TokenisedTexts(tokens, texts.train.labels),
+        samples,
         batch_size=batch,
         shuffle=True,
         drop_last=True,

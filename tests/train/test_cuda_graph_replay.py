@@ -170,21 +170,6 @@ def test_without_memory_nothing_is_recorded_any_more(
     assert len(said) == 1
 
 
-def test_a_call_that_finds_no_memory_is_done_again_without_graphs(model: Any, said: list[str]) -> None:
-    def full(batch: torch.Tensor) -> Any:
-        held = any(model.replaying._recorded.values())
-        if held or len(batch) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return plain(batch)
-
-    recorded(model, torch.randn(4, 3))
-    plain, model.replaying._eager = model.replaying._eager, full
-    assert not is_replay(model(torch.randn(2, 3)))
-    assert said == ["memory ran out; the CUDA graphs gave theirs back"]
-    with pytest.raises(torch.OutOfMemoryError):
-        model(torch.randn(4, 3))
-
-
 def test_nothing_is_recorded_beside_a_forward_whose_backward_is_still_to_come(model: Any) -> None:
     batch, other = torch.randn(4, 3), torch.randn(2, 3)
     for _ in range(EAGER_FIRST):

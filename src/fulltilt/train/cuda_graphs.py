@@ -322,7 +322,7 @@ class GraphedModel:
         recorded = self._recording_of(args, kwargs, tensors) if tensors and self._replays(values) else None
         pending = Pending()
         if recorded is None:
-            result = self._as_it_is(*args, **kwargs)
+            result = self._eager(*args, **kwargs)
             pending.notice_backward(result)
         elif torch.is_grad_enabled():
             leaves = Replay.apply(recorded, pending, *tensors, *recorded.parameters)
@@ -332,16 +332,6 @@ class GraphedModel:
         if torch.is_grad_enabled():
             self._pending.add(pending)
         return result
-
-    def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
-        """The call itself; where memory runs out that graphs hold, once more without them."""
-        try:
-            return self._eager(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            if not self.forget():  # they are recorded anew where has_room finds that they fit
-                raise
-        self._say("memory ran out; the CUDA graphs gave theirs back")
-        return self._eager(*args, **kwargs)
 
     def _replays(self, values: tuple[Any, ...]) -> bool:
         """Whether this call may be a replay: one forward of a training step, its backward next, or an evaluation's."""

@@ -386,7 +386,8 @@ def _add(state: TrainState, batch: Any, totals: EpochTotals) -> list[Mapping[str
         # Only now are the frames of the failed attempt gone, and with them what they held.
         gc.collect()
         torch.cuda.empty_cache()
-        state.eval_micro.halve(failed_at, "in evaluation")
+        if not state.stepper.gave_up_graphs("evaluation"):
+            state.eval_micro.halve(failed_at, "in evaluation")
     for means, count in found:
         totals.add(means, count)
     return kept

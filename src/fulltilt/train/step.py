@@ -129,8 +129,7 @@ class Stepper:
             # The frames of the failed attempt are gone by now, and with them what they held.
             gc.collect()
             torch.cuda.empty_cache()
-            if self.graphs is not None and self.graphs.give_up():
-                self.say(f"step {number}: memory ran out; going on without CUDA graphs")
+            if self.gave_up_graphs(f"step {number}"):
                 continue
             self.micro.halve(failed_at, f"in step {number}")
             self.say(
@@ -143,6 +142,13 @@ class Stepper:
         for values, count in means:
             totals.add(values, count)
         return figures
+
+    def gave_up_graphs(self, where: str) -> bool:
+        """Whether CUDA graphs held memory, which they have given back now that it ran out."""
+        if self.graphs is None or not self.graphs.give_up():
+            return False
+        self.say(f"{where}: memory ran out; going on without CUDA graphs")
+        return True
 
     def _attempt(self, taken: list[Any], samples: int) -> tuple[torch.Tensor, list[tuple[dict[str, Any], int]], int]:
         """Forward and backward over all micro-batches; the last value is 0 or the size that ran out of memory."""

@@ -58,8 +58,6 @@ def test_labels_are_counted_over_the_rows_that_train(tmp_path: Path) -> None:
     write(tmp_path / "one.h5", labels=np.array([1] * 10 + [0] * 20 + [1] * 10))
     found = look(tmp_path, Options(val_share=0.25))
     assert (found.positives, found.negatives, found.pos_weight) == (10, 20, 2.0)
-    assert found.only_validation_label == 1, "then there is no AUROC, and it is told why"
-    assert look(tmp_path, Options(val_share=0.5)).only_validation_label is None
 
 
 def test_several_keys_and_long_recordings(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from fulltilt.feed.text import TextLoader
 from fulltilt.recipes.synthetic import make_folder
 from fulltilt.recipes.visobert import Options
 from fulltilt.recipes.visobert import data as texts_data
-from fulltilt.recipes.visobert.data import TokenisedTexts
 from fulltilt.recipes.visobert.trainer import ClassLoss, classification
 from fulltilt.train import checkpoint
 
@@ -144,10 +143,10 @@ def test_resume_with_another_batch_size_goes_on(data: Path, tmp_path: Path, caps
     assert newest.name == "step-00000006", "48 of 60 texts were used up: one more step in epoch 1, two in epoch 2"
 
 
-def test_model_folder_with_a_stock_loader_and_other_classes(whole: Path, tmp_path: Path, capsys: Any) -> None:
+def test_model_folder_for_other_classes(whole: Path, tmp_path: Path, capsys: Any) -> None:
     rows = "\n".join(f'{{"text": "phim {word} quá", "label": {n % 2}}}' for n, word in enumerate(["hay", "chán"] * 12))
     (tmp_path / "train.jsonl").write_text(rows)
-    given = ("--model", whole / "model", "--residency", "none", "--workers", "0", "--epochs", "1", "--batch-size", "96")
+    given = ("--model", whole / "model", "--epochs", "1", "--batch-size", "96")
     assert train("--data", tmp_path, "--out", tmp_path / "out", *given) == 0
     held_out = len(texts_data.read_texts(tmp_path, Options(), 0).validation.texts)
     assert f"Batch size: {24 - held_out} (expected: 96)" in capsys.readouterr().out, "there are no more texts"
@@ -159,6 +158,7 @@ def test_model_folder_with_a_stock_loader_and_other_classes(whole: Path, tmp_pat
     ("given", "told"),
     [
         (("--optimizer", "adamw_8bit"), "did you mean adamw8bit?"),
+        (("--residency", "none"), "none is not for texts"),
         (("--model", "./no-such-folder"), "the model's folder ./no-such-folder does not exist"),
         (("--model", "."), "cannot be loaded"),
     ],
@@ -174,7 +174,6 @@ def test_mistake_ends_before_training_in_three_lines(
 
 def test_advice_knows_the_names_of_our_texts() -> None:
     assert TextLoader.__name__ in gpu._OF_LIKE_LENGTH
-    assert TokenisedTexts.__name__ == gpu._WITHOUT_RESIDENCY
 
 
 def test_parts_of_a_batch_weigh_as_the_whole() -> None:

@@ -36,7 +36,6 @@ class Found:
     feature_count: int
     positives: int
     negatives: int
-    only_validation_label: int | None = None  # where the validation has one class alone
 
     @property
     def pos_weight(self) -> float:
@@ -56,13 +55,12 @@ def look(folder: Path, options: Options) -> Found:
     sources = [describe(part.files, keys, options.window, options.stride, part.rows) for part in (train, validation)]
     features, _ = (_feature_count(source, keys[:-1], options) for source in sources)
     _refuse_other_windows(*sources)
-    counts = [_count_labels(part, options.labels) for part in (train, validation)]
-    negatives, positives = counts[0]
+    negatives, positives = _count_labels(train, options.labels)
+    _count_labels(validation, options.labels)
     if not negatives or not positives:
         missing = "1" if negatives else "0"
         raise DataError(f"no training label in {folder} is {missing}", f"Look at {options.labels!r} in the files.")
-    only = None if all(counts[1]) else int(not counts[1][0])
-    return Found(train, validation, features, positives, negatives, only)
+    return Found(train, validation, features, positives, negatives)
 
 
 def hdf5_files(folder: Path) -> list[Path]:

@@ -42,11 +42,6 @@ def run(request: Request) -> Mapping[str, float]:
         data = cleanup.enter_context(reader(request, found.train, training=True))
         eval_data = cleanup.enter_context(reader(request, found.validation, training=False))
         screen.say(_described(found, data))
-        if (only := found.only_validation_label) is not None:
-            screen.warn(
-                f"every validation label is {only}, so that nothing but the loss can be measured; "
-                "hold other files out: call them val…"
-            )
         return request.train(build(request, found, data, eval_data), screen)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageColor, ImageDraw
 
 from fulltilt.recipes.synthetic import spread
 
@@ -75,18 +75,7 @@ BODIES = {
     "van": (1.0, 0.42, 0.0, 0.88, 0.0, 0.7),
     "cabriolet": (0.92, 0.24, 0.57, 0.74, 0.6, 0.63),
 }
-COLOURS: dict[str, Rgb] = {
-    "red": (196, 30, 34),
-    "blue": (32, 70, 190),
-    "green": (28, 128, 58),
-    "yellow": (236, 202, 44),
-    "orange": (236, 120, 28),
-    "purple": (116, 44, 150),
-    "brown": (112, 70, 38),
-    "white": (240, 240, 236),
-    "black": (28, 28, 30),
-    "silver": (170, 176, 182),
-}
+COLOURS = ("red", "blue", "green", "yellow", "orange", "purple", "brown", "white", "black", "silver")
 
 
 def make(folder: Path, size: int, seed: int) -> Iterator[int]:
@@ -124,7 +113,7 @@ def _words(make: int, model: int, year: int, colour: int) -> dict[str, str]:
     # Every body is built by several makes, and no make builds only one.
     body = list(BODIES)[(3 * make + 2 * model + model // 2) % len(BODIES)]
     label = {"make": name, "model": MAKES[name][model], "year": str(YEARS[year])}
-    return {**label, "colour": list(COLOURS)[colour], "body": body}
+    return {**label, "colour": COLOURS[colour], "body": body}
 
 
 # --------------------------------------------------------------------------- pictures
@@ -170,7 +159,7 @@ def _car(pen: ImageDraw.ImageDraw, car: Look, rng: np.random.Generator, side: in
     height *= scale * (0.92 + 0.05 * ((car.make + car.model) % 4))
     left = rng.uniform(0.02, 0.98 - length / side) * side
     wheel = scale * 0.085 * (1.2 if car.body in ("suv", "pickup") else 1.0)
-    paint = _rgb(np.clip(np.array(COLOURS[car.colour]) + rng.uniform(-12, 12, 3), 0, 255))
+    paint = _rgb(np.clip(np.array(ImageColor.getrgb(car.colour)) + rng.uniform(-12, 12, 3), 0, 255))
 
     def at(x: float, y: float) -> Point:
         return left + x * length, ground - wheel * 0.75 - y * height

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from fulltilt.errors import DataError, UsageError
-from fulltilt.feed.text import Tokens
 from fulltilt.recipes import tables
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.visobert import Options
@@ -44,20 +41,6 @@ class Texts:
         counts = Counter(self.train.labels)
         share = len(self.train.labels) / len(counts)
         return [share / counts[number] if counts[number] else 0.0 for number in range(len(self.classes))]
-
-
-class TokenisedTexts(Dataset[Any]):
-    """One text after the other as lists of token ids, for a stock DataLoader with workers."""
-
-    def __init__(self, tokens: Tokens, labels: list[int]) -> None:
-        self.tokens, self.labels = tokens, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        start, stop = self.tokens.offsets[number : number + 2].tolist()
-        return {"input_ids": self.tokens.flat[start:stop].tolist(), "labels": self.labels[number]}
 
 
 _Row = tuple[str, str, str]  # where it stands, text, label

@@ -17,7 +17,7 @@ from fulltilt.recipes import pretrained
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
 from fulltilt.recipes.visobert import Options
-from fulltilt.recipes.visobert.data import Split, Texts, TokenisedTexts, read_texts
+from fulltilt.recipes.visobert.data import Split, Texts, read_texts
 from fulltilt.train import checkpoint
 from fulltilt.train.distributed import detect, device_of
 from fulltilt.train.job import Job
@@ -94,24 +94,21 @@ def build(request: Request, texts: Texts) -> tuple[Job, Any]:
         eval_data=held,
         eval_loss=loss.with_predictions,
         eval_metrics=lambda kept: classification(kept["predicted"], kept["labels"], len(texts.classes)),
-        collate=partial(_padded, transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=WIDTH_MULTIPLE)),
         name="visobert",
     )
     return job, tokenizer
 
 
 def _data(request: Request, split: Split, tokens: Tokens, pad_id: int, *, training: bool) -> Any:
-    """Batches of like lengths out of tokens on the device; without residency, texts for a DataLoader with workers."""
+    """Batches of like lengths out of tokens on the device."""
     settings, ranks = request.settings, detect()
-    if settings.residency == "none":
-        return TokenisedTexts(tokens, split.labels)
     labels, size = split.labels, settings.batch_size
     budget = request.options.tokens_per_batch if training else None
     if not training:  # by length, each rank its own part: every text counts once
         size = settings.eval_batch_size or size
         mine = tokens.lengths.argsort(stable=True)[ranks.rank :: ranks.world].tolist()
-        texts = TokenisedTexts(tokens, labels)
-        tokens, labels = Tokens.of([texts[n]["input_ids"] for n in mine]), [labels[n] for n in mine]
+        each = tokens.flat.tensor_split(tokens.offsets[1:-1])
+        tokens, labels = Tokens.of([each[n].tolist() for n in mine]), [labels[n] for n in mine]
     return feed.text(
         tokens,
         labels,
@@ -126,10 +123,6 @@ def _data(request: Request, split: Split, tokens: Tokens, pad_id: int, *, traini
         rank=ranks.rank if training else 0,
         world_size=ranks.world if training else 1,
     )
-
-
-def _padded(pad: Any, samples: list[Any]) -> dict[str, torch.Tensor]:
-    return dict(pad(samples))
 
 
 def keep_model(request: Request, model: Any, tokenizer: Any) -> None:
