@@ -151,7 +151,7 @@ def read(path: Path) -> dict[str, Any]:
         elif path.suffix == ".toml":
             content = tomllib.loads(text)
         elif path.suffix == ".json":
-            content = json.loads(text, object_pairs_hook=_no_repeats)
+            content = json.loads(text)
         else:
             raise UsageError(f"{path}: configs end in .yaml, .yml, .toml or .json")
     except OSError as error:
@@ -260,14 +260,6 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        repeated = next(key for i, (key, _) in enumerate(pairs) if key in [k for k, _ in pairs[:i]])
-        raise ValueError(f"{_short(repeated)} is given twice")
-    return content
-
-
 def _read_yaml(text: str) -> Any:
     if "[" * 99 in text or "{" * 99 in text:  # seconds of work for the library, and no config
         raise ValueError("too deeply nested")
@@ -277,25 +269,16 @@ def _read_yaml(text: str) -> Any:
         remedy = "Install it with: pip install 'fulltilt[recipes]', or write the config as TOML or JSON."
         raise UsageError("reading YAML needs PyYAML", remedy) from error
 
-    class StrictLoader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
-        """Plain values only: no aliases (a few lines of them can stand for gigabytes), no repeated keys."""
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
+        """YAML 1.1 reads 2e-5 as text because it lacks a dot. Everybody means the number."""
 
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise ValueError("aliases (*name) are not allowed in a config")
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            _no_repeats([(str(key), None) for key in keys])
-            return dict(super().construct_mapping(node, deep))
-
-    # YAML 1.1 reads 2e-5 as text because it lacks a dot. Everybody means the number.
-    StrictLoader.add_implicit_resolver(
+    Loader.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
     )
     try:
-        return yaml.load(text, Loader=StrictLoader)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader)):
+            raise ValueError("aliases (*name) are not allowed in a config")  # a few can stand for gigabytes
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
