@@ -99,7 +99,7 @@ def test_the_datas_own_split_counts(garage: Path) -> None:
 def test_a_table_gives_captions_cars_and_split(tmp_path: Path) -> None:
     car = {"make": "Kia", "model": "Rio", "year": "2011"}
     rows = [
-        {"filepath": f"{n}.jpg", "title": f"a {c} car, number {n}", **car, "colour": c, "split": s}
+        {"image": f"{n}.jpg", "caption": f"a {c} car, number {n}", **car, "colour": c, "split": s}
         for n, (c, s) in enumerate([("red", "train"), ("red", "train"), ("blue", "validation"), ("green", "test")])
     ]
     pictures = read(table_of(tmp_path / "list.csv", rows), 0.5)
@@ -116,9 +116,9 @@ def test_a_table_gives_captions_cars_and_split(tmp_path: Path) -> None:
     [
         (
             [{"picture": "a.jpg", "caption": "x"}],
-            "no column for the pictures' paths; its columns are: picture, caption",
+            "no column image; its columns are: picture, caption",
         ),
-        ([{"image": "a.jpg", "words": "x"}], "no column for the captions"),
+        ([{"image": "a.jpg", "words": "x"}], "no column caption"),
         ([{"image": "a.jpg", "caption": " "}], "line 2 of"),
         ([{"image": "a.jpg", "caption": "x", "split": "later"}], "split is 'later'"),
         ([{"image": "a.jpg", "caption": "x"}] * 2, "fewer than 2"),

@@ -23,9 +23,6 @@ from fulltilt.recipes.images import SUFFIXES, as_rgb, opened
 
 # Found in a data folder, this table is read instead of the folders' names.
 CAPTIONS = "captions.csv"
-# The column names of the tables that people have; the first is ours.
-IMAGE_COLUMNS = ("image", "image_path", "filepath", "file_name", "filename", "path")
-CAPTION_COLUMNS = ("caption", "title", "text", "description")
 # Pictures that agree in all of these show the same car.
 CAR_COLUMNS = ("make", "model", "year", "colour", "color", "body")
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "val"}
@@ -89,35 +86,27 @@ def _from_folders(root: Path) -> list[Picture]:
 
 def _from_csv(table: Path) -> list[Picture]:
     try:
-        columns, rows = tables.read(table, (*IMAGE_COLUMNS, *CAPTION_COLUMNS))
+        columns, rows = tables.read(table, ("image", "caption"))
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {table}: {error}", "It should be a CSV in UTF-8 with a header line.") from error
-    image = _column(columns, IMAGE_COLUMNS, "the pictures' paths", table)
-    caption = _column(columns, CAPTION_COLUMNS, "the captions", table)
-    return [_from_row(row, image, caption, table, line) for line, row in rows]
+    if missing := {"image", "caption"} - {*columns}:
+        has = f"its columns are: {', '.join(columns) or 'none'}"
+        raise DataError(f"{table} has no column {' and '.join(sorted(missing))}; {has}", "Rename one of them.")
+    return [_from_row(row, table, line) for line, row in rows]
 
 
-def _column(columns: Sequence[str], known: tuple[str, ...], of: str, table: Path) -> str:
-    for name in known:
-        if name in columns:
-            return name
-    raise DataError(
-        f"{table} has no column for {of}; its columns are: {', '.join(columns) or 'none'}",
-        f"Name it {known[0]} (or {', '.join(known[1:])}).",
-    )
-
-
-def _from_row(row: dict[str, str], image: str, caption: str, table: Path, number: int) -> Picture:
-    if not row[image] or not (row[caption] or "").strip():
-        missing = caption if row[image] else image
+def _from_row(row: dict[str, str], table: Path, number: int) -> Picture:
+    caption = (row["caption"] or "").strip()
+    if not row["image"] or not caption:
+        missing = "caption" if row["image"] else "image"
         raise DataError(f"line {number} of {table} has no {missing}", "Fill it in, or take the line out.")
     told = (row.get("split") or "").strip().lower()
     if told and told not in SPLITS:
         raise DataError(f"line {number} of {table}: split is {told!r}", f"Use {', '.join(SPLITS)}.")
     # The same car in other words; a caption says which it is where the columns do not.
     known = tuple((row.get(name) or "").strip() for name in CAR_COLUMNS)
-    car = known if all(known[:3]) else (row[caption].strip(),)
-    return Picture(table.parent / row[image], row[caption].strip(), car, SPLITS.get(told, ""))
+    car = known if all(known[:3]) else (caption,)
+    return Picture(table.parent / row["image"], caption, car, SPLITS.get(told, ""))
 
 
 def _share_of(path: Path, root: Path) -> float:

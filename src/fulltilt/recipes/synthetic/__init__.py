@@ -1,7 +1,7 @@
 """Synthetic data in the real formats: hard enough to show learning, the same for the same seed, on any machine.
 
 Each kind is a module here with ``make(folder, size, seed)``, which writes the data set into an empty folder and yields
-the number of samples after each piece. A folder is complete or not to be used, and never somebody else's.
+once for each sample. A folder is complete or not to be used, and never somebody else's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt.errors import MachineError, UsageError
+from fulltilt.feed.progress import progress
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.recipes.run_folder import remove_private
 from fulltilt.store.owned_folder import OwnedFolder
@@ -81,7 +81,9 @@ def _fill(owned: OwnedFolder, kind: str, size: int, seed: int) -> None:
         owned.remove(name)
     private = owned.make(owned.temporary("making"))
     try:
-        _show(importlib.import_module(f"{__name__}.{kind}").make(private, size, seed), size, f"making {kind}")
+        samples = importlib.import_module(f"{__name__}.{kind}").make(private, size, seed)
+        for _ in progress(samples, size, f"making {kind}"):
+            pass
         owned.record_tree(private)
         for entry in sorted(private.iterdir()):
             owned.move(entry, owned.path / entry.name)
@@ -89,24 +91,14 @@ def _fill(owned: OwnedFolder, kind: str, size: int, seed: int) -> None:
         remove_private(owned, private.name)
 
 
-def _show(done: Iterator[int], size: int, label: str) -> None:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(label, total=size)
-        for number in done:
-            bar.update(task, completed=number)
-
-
 def spread(write: Callable[[range], None], size: int) -> Iterator[int]:
-    """Call ``write`` with every piece of ``range(size)`` in some process; yields how many samples are done so far."""
+    """Call ``write`` with every piece of ``range(size)`` in some process; yields the samples that are done."""
     pieces = [range(first, min(first + PIECE, size)) for first in range(0, size, PIECE)]
     processes = max(min(int(cpu_capacity().usable), len(pieces)), 1)
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), initializer=_end_with_the_parent)
     try:
         for piece, _ in zip(pieces, pool.map(write, pieces), strict=True):
-            yield piece.stop
+            yield from piece
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C or a full disk, what is begun is waited for and nothing else
 

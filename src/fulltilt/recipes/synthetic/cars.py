@@ -79,7 +79,7 @@ COLOURS = ("red", "blue", "green", "yellow", "orange", "purple", "brown", "white
 
 
 def make(folder: Path, size: int, seed: int) -> Iterator[int]:
-    """Write ``size`` pictures and ``captions.csv`` into ``folder``; yields the number of pictures done."""
+    """Write ``size`` pictures and ``captions.csv`` into ``folder``; yields once for each picture."""
     with (folder / CAPTIONS).open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, COLUMNS)
         table.writeheader()

@@ -26,7 +26,7 @@ WAVES = 24
 
 
 def make(folder: Path, size: int, seed: int) -> Iterator[int]:
-    """Write ``size`` pictures with their masks; yields how many are done."""
+    """Write ``size`` pictures with their masks; yields once for each."""
     for part in ("Train", "Test"):
         for kind in ("Image", "GT_Object"):
             (folder / part / kind).mkdir(parents=True)

@@ -34,8 +34,7 @@ Floats = NDArray[np.float32]
 
 
 def make(folder: Path, size: int, seed: int) -> Iterator[int]:
-    """Write the recordings; yields how many windows are done."""
-    done = 0
+    """Write the recordings; yields once for each window."""
     for number, (name, count) in enumerate(recordings(size).items()):
         rng = np.random.default_rng([seed, number])
         with _written(folder / name) as file:
@@ -45,8 +44,7 @@ def make(folder: Path, size: int, seed: int) -> Iterator[int]:
             for start in range(0, count, _PIECE):
                 stop = min(start + _PIECE, count)
                 features[start:stop], labels[start:stop] = windows(rng, stop - start)
-                done += stop - start
-                yield done
+                yield from range(start, stop)
 
 
 @contextlib.contextmanager

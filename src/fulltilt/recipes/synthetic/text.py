@@ -17,7 +17,6 @@ LABELS = ("negative", "neutral", "positive")
 _WEIGHTS = (35, 20, 45)
 VALIDATION_SHARE = 0.2
 _WRONG_LABELS = 1 / 30
-_PIECE = 500
 
 _VOCABULARY = {
     "filler": (
@@ -43,19 +42,16 @@ _WORDS = {use: text.split() for use, text in _VOCABULARY.items()}
 
 
 def make(folder: Path, size: int, seed: int) -> Iterator[int]:
-    """Write both files; yields how many texts are done."""
+    """Write both files; yields once for each text."""
     validation = round(size * VALIDATION_SHARE)
-    done = 0
     for number, (name, count) in enumerate((("train.csv", size - validation), ("validation.csv", validation))):
         rng = random.Random(f"{seed}/{number}")
         with (folder / name).open("w", encoding="utf-8", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(("text", "label"))
-            for start in range(0, count, _PIECE):
-                piece = min(_PIECE, count - start)
-                rows.writerows(_sample(rng) for _ in range(piece))
-                done += piece
-                yield done
+            for text in range(count):
+                rows.writerow(_sample(rng))
+                yield text
 
 
 def _sample(rng: random.Random) -> tuple[str, str]:
