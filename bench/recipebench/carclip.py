@@ -52,7 +52,7 @@ def run(bench: Bench) -> None:
 def recipe_job(bench: Bench, data: Path, settings: TrainSettings) -> Job:
     """The recipe's own job."""
     options = CarClipOptions(model="small" if bench.smoke else "vit-b-32")
-    return build(Request(options, settings, data, bench.work / "out"))[0]
+    return build(Request(options, settings, data, bench.work / "out"))
 
 
 def engine_job(bench: Bench, data: Path, batch: int, accumulation: int, again: int) -> tuple[Job, TrainSettings]:

@@ -103,7 +103,7 @@ def slow(order: Order) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_ranks_save_when_their_workers_are_told_to_stop_as_well(tmp_path: Path) -> None:
-    """Seen to fail: without the handler of `WorkerStart` the workers die, and both ranks end with code 7."""
+    """Seen to fail: without the handler of `start_worker` the workers die, and both ranks end with code 7."""
     settings = {"workers": 2, "save_every": 200, "monitor": None, "monitor_mode": "max", "residency": "none"}
     assert exit_codes(tmp_path, 2, settings=settings, prepare=slow, on_step=terminate_everybody) == [3, 3]
     assert weights(tmp_path)

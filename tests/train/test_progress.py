@@ -23,7 +23,7 @@ from fulltilt.train import checkpoint, progress
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.guards import StepFigures
 from fulltilt.train.loop import train
-from fulltilt.train.metrics import MetricLog
+from fulltilt.train.metrics import log_metrics
 from fulltilt.train.progress import Screen, Terminal
 from fulltilt.train.record import IdleGpu
 from tests.diagnosis.examples import loader
@@ -301,7 +301,7 @@ def test_a_table_that_is_not_ours_keeps_every_line(tmp_path: Path) -> None:
     for theirs in ("fold,epoch,note\na,1,good\n", "epoch,seconds\n1,2.0\n"):
         (tmp_path / "metrics.csv").write_text(theirs)
         with pytest.raises(ForeignFiles):
-            MetricLog(tmp_path).write(1, {"loss": 0.25}, 1.0)
+            log_metrics(tmp_path, 1, {"loss": 0.25}, 1.0)
         assert (tmp_path / "metrics.csv").read_text() == theirs
 
 

@@ -34,7 +34,7 @@ def only_kept_files(name: str, instead: str) -> bool:
     of any kind, also a refusal, and the download itself are left to the hub's library.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import FileMetadataError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import FileMetadataError, HfHubHTTPError, HFValidationError
     from huggingface_hub.file_download import repo_folder_name
 
     if Path(name).is_dir():
@@ -47,12 +47,8 @@ def only_kept_files(name: str, instead: str) -> bool:
         kept = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
         if any(kept.glob("*/*")):
             return True
-        told = (
-            "HF_HUB_OFFLINE is set" if isinstance(error, OfflineModeIsEnabled) else str(error) or type(error).__name__
-        )
-        raise UsageError(
-            f"{name} is not on this machine, and {constants.ENDPOINT} does not answer: {told[:160]}", instead
-        ) from error
+        what = f"{name} is not on this machine, and {constants.ENDPOINT} does not answer: {str(error)[:160]}"
+        raise UsageError(what, instead) from error
     return False
 
 

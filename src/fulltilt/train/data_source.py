@@ -253,7 +253,7 @@ class MapSource(PlannedSource):
             prefetch_factor=settings.prefetch if count else None,
             persistent_workers=count > 0,
             pin_memory=device.type == "cuda",
-            worker_init_fn=WorkerStart(stack_log) if count else None,
+            worker_init_fn=partial(start_worker, stack_log) if count else None,
             generator=self._generator,  # the loader's own draws must not move the run's random state
         )
 
@@ -287,7 +287,7 @@ class MapSource(PlannedSource):
         if iterator is not None:
             iterator._shutdown_workers()
             for worker in getattr(iterator, "_workers", ()):
-                worker.kill()  # one that is stuck in a sample does not heed SIGTERM; see WorkerStart
+                worker.kill()  # one that is stuck in a sample does not heed SIGTERM; see start_worker
 
 
 class BatchSource:
@@ -340,23 +340,17 @@ class BatchSource:
 Source = PlannedSource | BatchSource
 
 
-class WorkerStart:
+def start_worker(stack_log: Path | None, _worker: int = 0) -> None:
     """What a worker does first: leave signals to the parent, which saves; and show its stack when asked.
 
     Slurm and torchrun send SIGTERM to all processes of a job. The parent needs its workers for one step more.
     """
-
-    def __init__(self, stack_log: Path | None) -> None:
-        self.stack_log = stack_log
-
-    def __call__(self, _worker: int = 0) -> None:
-        """Called in the worker."""
-        for number in (signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
-        # A handler that does nothing, not SIG_IGN: programs that a data set starts must not inherit it.
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        if self.stack_log is not None:
-            listen_in_worker(self.stack_log)
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    # A handler that does nothing, not SIG_IGN: programs that a data set starts must not inherit it.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    if stack_log is not None:
+        listen_in_worker(stack_log)
 
 
 def sample_names(ids: torch.Tensor, most: int = 16) -> str:
@@ -464,6 +458,6 @@ def _fed(
         seed=order.seed,
         workers=part_of(settings.workers, Ranks(plan.rank, plan.world)),
         bad=BadSamples(len(data), settings.on_bad_sample, settings.max_bad_share),
-        on_worker_start=WorkerStart(stack_log),
+        on_worker_start=partial(start_worker, stack_log),
     )
     return FeedSource(FeedLoader(order, cache, augment), plan)

@@ -122,34 +122,26 @@ class EpochTotals:
 # --------------------------------------------------------------------------- metrics.csv
 
 
-class MetricLog:
-    """Keeps a row an epoch in ``OUT/metrics.csv``. An epoch that is trained once more has its row replaced.
+def log_metrics(out: Path, epoch: int, metrics: dict[str, float], seconds: float) -> None:
+    """Keep a row an epoch in ``OUT/metrics.csv``; an epoch that is trained once more has its row replaced.
 
     A run comes back to an epoch after a fall-back to an earlier checkpoint, or to finish one that was cut short.
+    Raises MachineError when the disk refuses, ForeignFiles for a file that we did not write.
     """
-
-    def __init__(self, out: Path) -> None:
-        self.path = out / METRICS_FILE
-        self._rows: dict[int, dict[str, str]] | None = None
-
-    def write(self, epoch: int, metrics: dict[str, float], seconds: float) -> None:
-        """Log one epoch. Raises MachineError when the disk refuses, ForeignFiles for a file that we did not write."""
-        row = {"epoch": str(epoch), "seconds": str(round(seconds, 3))}
-        row.update({name: str(value) for name, value in metrics.items()})
-        try:
-            if self._rows is None:  # not before: a fresh run has put the file of the run before aside by now
-                self._rows = {}
-                if self.path.exists():
-                    with io.TextIOWrapper(store.open_plain(self.path), "utf-8", newline="") as file:
-                        self._rows = {int(row["epoch"]): row for row in csv.DictReader(file)}
-        except OSError as error:
-            raise checkpoint_format.cannot_write(self.path, error) from error
-        except (ValueError, KeyError, TypeError, csv.Error) as error:
-            raise ForeignFiles(f"{self.path} is not a table of epochs and is left as it is") from error
-        self._rows[epoch] = row
-        text = io.StringIO(newline="")
-        columns = dict.fromkeys(name for number in sorted(self._rows) for name in self._rows[number])
-        writer = csv.DictWriter(text, list(columns))
-        writer.writeheader()
-        writer.writerows(self._rows[number] for number in sorted(self._rows))
-        store.write_text(self.path, text.getvalue())
+    path = out / METRICS_FILE
+    rows: dict[int, dict[str, str]] = {}
+    try:
+        if path.exists():
+            with io.TextIOWrapper(store.open_plain(path), "utf-8", newline="") as file:
+                rows = {int(row["epoch"]): row for row in csv.DictReader(file)}
+    except OSError as error:
+        raise checkpoint_format.cannot_write(path, error) from error
+    except (ValueError, KeyError, TypeError, csv.Error) as error:
+        raise ForeignFiles(f"{path} is not a table of epochs and is left as it is") from error
+    rows[epoch] = {"epoch": str(epoch), "seconds": str(round(seconds, 3))}
+    rows[epoch] |= {name: str(value) for name, value in metrics.items()}
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for number in sorted(rows) for name in rows[number])))
+    writer.writeheader()
+    writer.writerows(rows[number] for number in sorted(rows))
+    store.write_text(path, text.getvalue())

@@ -27,7 +27,7 @@ from fulltilt.report.console import can_redraw, encodable
 from fulltilt.report.status_line import memory_line, status_line
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.guards import StepFigures
-from fulltilt.train.metrics import MetricLog
+from fulltilt.train.metrics import log_metrics
 
 Reading = TypeVar("Reading", HostReading, GpuReading)
 
@@ -161,7 +161,7 @@ class Screen:
         self.latest: Sample | None = None
         self.waits_s: list[float] = []
         self._terminal = Terminal(self.stream)
-        self._log = MetricLog(out) if speaks else None
+        self._out = out
         self._relay = _Relay(self)
         self._on_gpu = False
         self._peak: Sample | None = None
@@ -281,9 +281,9 @@ class Screen:
         waits_ms = [1e3 * wait_s for wait_s in self.waits_s] or [0.0]
         mean_ms = sum(waits_ms) / len(waits_ms)
         self.debug(f"[TRAIN PROFILE] DataLoader avg: {mean_ms:.1f}ms, max: {max(waits_ms):.1f}ms")
-        if self._log is not None:
+        if self.speaks:
             try:
-                self._log.write(epoch + 1, metrics, seconds)
+                log_metrics(self._out, epoch + 1, metrics, seconds)
             except FulltiltError as error:  # the checkpoint decides whether the disk ends the run
                 self.warn(error.what)
 

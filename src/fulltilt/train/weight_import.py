@@ -5,7 +5,6 @@ Nothing is unpickled without ``weights_only``, and a file that needs more is ref
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections import Counter
@@ -26,9 +25,8 @@ _WEIGHT_KEYS = (
     *("model_state_dict", "state_dict", "model_state", "model", "net", "network", "weights", "params", "module"),
     *("ema_state_dict", "model_ema", "params_ema", "ema"),
 )
-# Where Hugging Face puts them in a folder; the index names the files of weights in several parts.
-_WHOLE = ("model.safetensors", "pytorch_model.bin")
-_FOLDER_FILES = (*_WHOLE, *(f"{name}.index.json" for name in _WHOLE))
+# Where Hugging Face puts them in a folder.
+_FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")
 _WHAT_TO_GIVE = "Give a checkpoint folder, or a file of weights."
 
 
@@ -113,20 +111,9 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     if path.is_dir():
         there = [path / name for name in _FOLDER_FILES if (path / name).is_file()]
         if not there:
-            raise DataError(f"{path} is no checkpoint folder and has no {' or '.join(_WHOLE)}", _WHAT_TO_GIVE)
+            raise DataError(f"{path} is no checkpoint folder and has no {' or '.join(_FOLDER_FILES)}", _WHAT_TO_GIVE)
         path = there[0]
-    if path.name.endswith(".index.json"):
-        return _in_parts(path)
     return _weights_in(_content(path), path)
-
-
-def _in_parts(index: Path) -> dict[str, torch.Tensor]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [index.parent / Path(name).name for name in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{index} cannot be read: {reason(error)}") from error
-    return {name: tensor for file in files for name, tensor in _weights_in(_content(file), file).items()}
 
 
 def _content(path: Path) -> Any:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +40,10 @@ class DualEncoder(torch.nn.Module):
     mean: torch.Tensor
     std: torch.Tensor
 
-    def __init__(self, clip: Any, tokenizer: Any) -> None:
+    def __init__(self, clip: Any, tokenizer: Any, about: str) -> None:
         super().__init__()
-        self.clip, self.tokenizer = clip, tokenizer
+        self.clip, self.tokenizer, self.about = clip, tokenizer, about
+        self.image_size = int(clip.config.vision_config.image_size)
         self.register_buffer("mean", torch.tensor(CLIP_MEAN)[:, None, None], persistent=False)
         self.register_buffer("std", torch.tensor(CLIP_STD)[:, None, None], persistent=False)
 
@@ -80,24 +79,14 @@ class DualEncoder(torch.nn.Module):
         logging.disable_progress_bar()
         self.clip.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        preparing = _preparing(int(self.clip.config.vision_config.image_size))
+        preparing = _preparing(self.image_size)
         (folder / "preprocessor_config.json").write_text(json.dumps(preparing, indent=2) + "\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model with what belongs to it. ``tokenise`` gives int32 [texts, length], all of one length."""
-
-    model: DualEncoder
-    tokenise: Callable[[list[str]], torch.Tensor]
-    image_size: int
-    about: str
 
 
 # --------------------------------------------------------------------------- models
 
 
-def load_hugging_face(name: str, captions: Sequence[str]) -> Loaded:
+def load_hugging_face(name: str) -> DualEncoder:
     """The CLIP model of a folder or hub name. Raises UsageError, DataError."""
     from transformers import AutoTokenizer, CLIPModel
     from transformers.utils import logging
@@ -106,7 +95,7 @@ def load_hugging_face(name: str, captions: Sequence[str]) -> Loaded:
     logging.disable_progress_bar()
     clip = load("CLIP model", name, CLIPModel.from_pretrained, GIVE)
     tokenizer = load("tokenizer", name, AutoTokenizer.from_pretrained, GIVE)
-    return _loaded(clip, tokenizer, captions, f"{name}, pretrained")
+    return DualEncoder(clip, tokenizer, f"{name}, pretrained")
 
 
 def _refuse_other_model(folder: Path) -> None:
@@ -122,9 +111,7 @@ def _refuse_other_model(folder: Path) -> None:
         raise UsageError(f"the model in {folder} is of type {kind!r}, not clip", "Give a CLIP model's folder.")
 
 
-def random_weights(
-    size: str, tokenizer: Any, captions: Sequence[str], image_size: int | None, temperature: float
-) -> Loaded:
+def random_weights(size: str, tokenizer: Any, image_size: int | None, temperature: float) -> DualEncoder:
     """CLIP with random weights; ``size`` is small or vit-b-32."""
     from transformers import CLIPConfig, CLIPModel
 
@@ -146,17 +133,7 @@ def random_weights(
     )
     clip = CLIPModel(config)
     torch.nn.init.normal_(clip.vision_model.embeddings.position_embedding.weight, std=POSITION_STD)
-    return _loaded(clip, tokenizer, captions, f"{size}, random weights")
-
-
-def _loaded(clip: Any, tokenizer: Any, captions: Sequence[str], about: str) -> Loaded:
-    length = fixed_length(tokenizer, captions, clip.config.text_config.max_position_embeddings)
-    return Loaded(
-        model=DualEncoder(clip, tokenizer),
-        tokenise=partial(tokenised, tokenizer, length=length),
-        image_size=int(clip.config.vision_config.image_size),
-        about=about,
-    )
+    return DualEncoder(clip, tokenizer, f"{size}, random weights")
 
 
 def _preparing(side: int) -> dict[str, Any]:

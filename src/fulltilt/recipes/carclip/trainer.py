@@ -17,7 +17,14 @@ from fulltilt.errors import UsageError
 from fulltilt.recipes.carclip import BUILT_IN, GIVE, TEMPLATES, CarClipOptions
 from fulltilt.recipes.carclip import data as table
 from fulltilt.recipes.carclip.data import CarPictures, CarViews, Picture, captions_of
-from fulltilt.recipes.carclip.model import TOKENIZER, Loaded, load_hugging_face, random_weights
+from fulltilt.recipes.carclip.model import (
+    TOKENIZER,
+    DualEncoder,
+    fixed_length,
+    load_hugging_face,
+    random_weights,
+    tokenised,
+)
 from fulltilt.recipes.images import sizes
 from fulltilt.recipes.pretrained import own_tokenizer, refuse_unavailable
 from fulltilt.recipes.recipe import Request
@@ -64,58 +71,58 @@ def run(request: Request) -> Mapping[str, float]:
     """Train, and leave the model in Hugging Face's format."""
     if request.options.export:
         refuse_foreign(request.out / "model")  # better now than after the training
-    job, loaded = build(request)
+    job = build(request)
     metrics = request.train(job)
     if request.options.export and detect().rank == 0:
         folder = request.out / "model"
         with written_by_library(folder) as private:
-            loaded.model.save(private)
+            job.model.save(private)  # type: ignore[operator]
         print(f"The trained model is in {folder}", flush=True)
     return metrics
 
 
-def build(request: Request) -> tuple[Job, Loaded]:
-    """The job, and the model with its tokenizer."""
+def build(request: Request) -> Job:
+    """The engine's job."""
     options: CarClipOptions = request.options
     templates = _templates(options)
     pictures = table.read(request.data, options.val_share)
     captions = [caption for picture in pictures for caption in captions_of(picture, templates)]
     torch.manual_seed(request.settings.seed)  # random weights are the run's own
-    loaded = load_model(request, captions)
+    model = load_model(request, captions)
+    length = fixed_length(model.tokenizer, captions, model.clip.config.text_config.max_position_embeddings)
     if detect().rank == 0:
-        for line in opening(pictures, loaded, request.settings):
+        for line in opening(pictures, model, request.settings):
             print(line, flush=True)
 
     def samples(split: str) -> CarPictures:
         chosen = [picture for picture in pictures if picture.split == split]
-        return CarPictures(chosen, loaded.image_size, templates, loaded.tokenise)
+        return CarPictures(chosen, model.image_size, templates, partial(tokenised, model.tokenizer, length=length))
 
-    job = Job(
-        model=loaded.model,
+    return Job(
+        model=model,
         loss=contrastive_loss,
         joint=True,
         data=samples("train"),
-        augment=CarViews(loaded.image_size, augment=options.augment),
+        augment=CarViews(model.image_size, augment=options.augment),
         eval_data=samples("val"),
-        eval_augment=CarViews(loaded.image_size, augment=False),
+        eval_augment=CarViews(model.image_size, augment=False),
         eval_loss=embed_for_metrics,
         eval_metrics=partial(whole_set, device_of(request.settings.device, detect().local_rank)),
         stages=(Stage("training", request.settings.epochs, frozen=_frozen(options)),),
         name="carclip",
     )
-    return job, loaded
 
 
-def load_model(request: Request, captions: Sequence[str]) -> Loaded:
+def load_model(request: Request, captions: Sequence[str]) -> DualEncoder:
     """The model that the options name; ``auto`` is ViT-B/32 on a GPU and a small one on a CPU."""
     options: CarClipOptions = request.options
     name = options.model
     if name == "auto":
         name = "vit-b-32" if device_of(request.settings.device, 0).type == "cuda" else "small"
     if name not in BUILT_IN:
-        return load_hugging_face(name, captions)
+        return load_hugging_face(name)
     tokenizer = own_tokenizer(request, captions, **TOKENIZER)
-    return random_weights(name, tokenizer, captions, options.image_size, options.temperature)
+    return random_weights(name, tokenizer, options.image_size, options.temperature)
 
 
 def embed_for_metrics(
@@ -127,13 +134,13 @@ def embed_for_metrics(
     return loss, found, {"images": images, "texts": texts, "car": batch["car"]}
 
 
-def opening(pictures: Sequence[Picture], loaded: Loaded, settings: TrainSettings) -> list[str]:
+def opening(pictures: Sequence[Picture], model: DualEncoder, settings: TrainSettings) -> list[str]:
     """What a run says of its data, its model and its batches before it starts."""
     train = sum(picture.split == "train" for picture in pictures)
-    weights = sum(parameter.numel() for parameter in loaded.model.parameters())
+    weights = sum(parameter.numel() for parameter in model.parameters())
     lines = [
         f"Data: {train} pictures to train, {len(pictures) - train} to validate",
-        f"Model: {loaded.about}, {weights / 1e6:.1f} M weights, pictures of {loaded.image_size} pixels",
+        f"Model: {model.about}, {weights / 1e6:.1f} M weights, pictures of {model.image_size} pixels",
     ]
     if settings.accumulation > 1:
         whole = settings.batch_size * settings.accumulation

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from fulltilt.errors import UsageError
 from fulltilt.recipes.pretrained import only_kept_files
 from fulltilt.train.config import did_you_mean
-from fulltilt.train.weight_import import compare, read_weights
+from fulltilt.train.weight_import import compare, read_weights, reason
 
 
 class CodNet(nn.Module):
@@ -130,7 +130,7 @@ def check_backbone(name: str, size: int, weights: str) -> None:
             features(torch.empty(1, 3, size, size))
         except (RuntimeError, AssertionError, ValueError) as error:
             raise UsageError(
-                f"{name} takes no pictures of {size}×{size}: {_first_line(error)}", "Change --img-size or --backbone."
+                f"{name} takes no pictures of {size}×{size}: {reason(error)}", "Change --img-size or --backbone."
             ) from error
     if weights not in ("none", "pretrained") and not Path(weights).exists():
         raise UsageError(f"--weights {weights} does not exist", "Give none, pretrained, or a file of weights.")
@@ -154,10 +154,8 @@ def feature_maps(name: str, size: int, weights: str) -> Any:
     except (RuntimeError, AttributeError, AssertionError, TypeError, ValueError) as error:
         raise UsageError(f"{name} gives no feature maps: {error}", "Take a backbone like edgenext_base.") from error
     except OSError as error:
-        reason = str(error).splitlines()[0][:160]
-        raise UsageError(
-            f"the weights of {name} cannot be fetched: {reason}", "Give --weights FILE or none."
-        ) from error
+        what = f"the weights of {name} cannot be fetched: {reason(error)}"
+        raise UsageError(what, "Give --weights FILE or none.") from error
     return made
 
 
@@ -178,10 +176,6 @@ def _weights_for(name: str, path: Path) -> dict[str, torch.Tensor]:
     if not fit.taken:
         raise UsageError(f"{path} holds no weights of {name}", "Give timm's own weights of that backbone, or none.")
     return given
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
 def usable_levels(features: Any) -> list[int]:
