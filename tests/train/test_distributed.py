@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fulltilt.errors import UsageError
+from fulltilt.train import distributed
 from fulltilt.train.data_source import samples_in_batch, split_batch
 from fulltilt.train.distributed import (
     Ranks,
@@ -15,6 +23,7 @@ from fulltilt.train.distributed import (
     detect,
     divided,
     part_of,
+    relaunch,
 )
 
 
@@ -87,3 +96,67 @@ def test_what_belongs_to_the_whole_batch_stays_whole() -> None:
 def test_a_batch_without_samples_is_told() -> None:
     with pytest.raises(UsageError, match="how many samples"):
         samples_in_batch(object())
+
+
+# --------------------------------------------------------------------------- one command, several ranks
+
+
+def rank_that(does: str) -> list[str]:
+    """A rank without torch: it starts at once."""
+    return [sys.executable, "-c", f"import os, signal, sys, time; rank = int(os.environ['RANK']); {does}"]
+
+
+@pytest.mark.parametrize(
+    ("does", "code"),
+    [
+        ("assert os.environ['WORLD_SIZE'] == '2' and 'OMP_NUM_THREADS' in os.environ", 0),
+        ("sys.exit(5 if rank else 0)", 5),
+        ("sys.exit(3)", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)", 128 + signal.SIGKILL),
+    ],
+    ids=["done", "one rank", "both", "killed"],
+)
+def test_the_code_of_the_ranks_comes_out_as_it_is(does: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    before = dict(os.environ)
+    assert relaunch(2, "cpu", rank_that(does)) == code
+    assert capfd.readouterr().err == ""
+    assert dict(os.environ) == before
+
+
+def test_a_signal_reaches_every_rank_and_the_ranks_decide(tmp_path: Path) -> None:
+    ready = "open(sys.argv[1] + f'/{rank}', 'w').close()"
+    waits = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); {ready}; time.sleep(60)"
+
+    def terminate() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=terminate)
+    sender.start()
+    began = time.monotonic()
+    handler = signal.getsignal(signal.SIGTERM)
+    assert relaunch(2, "cpu", [*rank_that(waits), str(tmp_path)]) == 3
+    sender.join()
+    assert time.monotonic() - began < 30
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_nothing_is_started_where_the_ranks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "_run_ranks", lambda *_: pytest.fail("started"))
+    assert relaunch(1) is None
+    for launcher in (
+        {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
+        {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"},
+    ):
+        with monkeypatch.context() as patched:
+            for name, value in launcher.items():
+                patched.setenv(name, value)
+            assert relaunch(2) is None
+
+
+def test_what_cannot_be_is_told() -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        relaunch(0)
+    with pytest.raises(UsageError, match="torch sees"):
+        relaunch(2, "cuda")

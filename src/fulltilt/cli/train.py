@@ -53,7 +53,7 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
     require(recipe.name)
     request = flagged.read(recipe, given, config)
     from fulltilt.train import exit_code_of
-    from fulltilt.train.launch_ranks import relaunch
+    from fulltilt.train.distributed import relaunch
 
     out = request.out
     if os.path.lexists(out):
