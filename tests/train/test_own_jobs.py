@@ -91,12 +91,6 @@ def test_settings_that_changed_hold_and_another_optimizer_starts_anew(tmp_path: 
     assert "the optimizer starts from nothing: the checkpoint's is of AdamW, not SGD" in told
 
 
-def test_an_average_may_begin_later(tmp_path: Path) -> None:
-    run(tmp_path / "out", epochs=1)
-    _, told = run(tmp_path / "out", epochs=2, ema_decay=0.9)
-    assert "The average of the weights begins here" in told
-
-
 def test_a_resume_between_two_stages_makes_the_new_optimizer(tmp_path: Path) -> None:
     """Seen to fail: the moments of the first stage were put into the optimizer of the second."""
     stages = (Stage("one", 1), Stage("two", 1, lr=0.05))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.errors import MachineError, StoppedEarly, UsageError
+from fulltilt.errors import StoppedEarly, UsageError
 from fulltilt.train import checkpoint, cuda_graphs, optimizers, train_state, weight_import
 from fulltilt.train.checkpoint import KeepPolicy, Writer, check_space, newest_complete
 from fulltilt.train.config import TrainSettings
@@ -249,24 +249,18 @@ def resume(state: TrainState, *, resume_from: Path | None = None, fresh: bool = 
     else:
         for line in weight_import.load_weights(state.model, source).lines():
             state.screen.say(line)
-        _average_from_here(state)
+        if (ema := state.stepper.ema) is not None:
+            ema.load_state_dict({name: parameter.detach() for name, parameter in state.model.named_parameters()})
 
 
 def _restore(state: TrainState, folder: Path) -> None:
-    if not folder.is_dir():
-        raise MachineError(
-            f"{folder}, from which the first rank goes on, is not there for rank {state.group.ranks.rank}",
-            "Give an --out on storage that all machines share.",
-        )
     loaded = state.load(folder)
     saved = loaded[1]
     # The optimizer has to be that of the last step before its state comes in: a new stage makes its own.
     train_state.take_over(folder, "progress", state.progress, saved)
     epoch, consumed = state.progress.epoch, state.progress.consumed
     enter_stage(state, min(epoch - 1 if epoch and not consumed else epoch, state.epochs - 1))
-    average_begins = state.stepper.ema is not None and "ema" not in saved
-    parts = {name: part for name, part in state.parts().items() if name != "ema" or not average_begins}
-    train_state.restore(folder, state.model, parts, loaded)
+    train_state.restore(folder, state.model, state.parts(), loaded)
     changed = state.kept_settings.changed
     if isinstance(state.source, BatchSource) and "batch_size" in changed:
         # Its position counts batches: as many samples in the batches of now, rounded down.
@@ -274,20 +268,10 @@ def _restore(state: TrainState, folder: Path) -> None:
         state.progress.consumed = consumed * before // now
     where = f"in epoch {epoch + 1}" if consumed or not epoch else f"after epoch {epoch}"
     state.screen.say(f"Resuming from {folder} (step {state.progress.step}, {where})")
-    if average_begins:
-        _average_from_here(state)
-        state.screen.say("The average of the weights begins here: the checkpoint has none")
     if changed:
         then, now = state.kept_settings.before, state.kept_settings.now
         state.screen.say(f"Changed since: {', '.join(f'{name} {then[name]} → {now[name]}' for name in changed)}")
     if consumed and "samples" in changed:
         state.screen.warn(
             f"the rest of epoch {epoch + 1} is drawn from the changed data: a sample may come twice, or not"
-        )
-
-
-def _average_from_here(state: TrainState) -> None:
-    if state.stepper.ema is not None:
-        state.stepper.ema.load_state_dict(
-            {name: parameter.detach() for name, parameter in state.model.named_parameters()}
         )

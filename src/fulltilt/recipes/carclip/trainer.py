@@ -91,8 +91,7 @@ def build(request: Request) -> Job:
     model = load_model(request, captions)
     length = fixed_length(model.tokenizer, captions, model.clip.config.text_config.max_position_embeddings)
     if detect().rank == 0:
-        for line in opening(pictures, model, request.settings):
-            print(line, flush=True)
+        _tell(pictures, model, request.settings)
 
     def samples(split: str) -> CarPictures:
         chosen = [picture for picture in pictures if picture.split == split]
@@ -134,21 +133,16 @@ def embed_for_metrics(
     return loss, found, {"images": images, "texts": texts, "car": batch["car"]}
 
 
-def opening(pictures: Sequence[Picture], model: DualEncoder, settings: TrainSettings) -> list[str]:
-    """What a run says of its data, its model and its batches before it starts."""
-    train = sum(picture.split == "train" for picture in pictures)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    lines = [
-        f"Data: {train} pictures to train, {len(pictures) - train} to validate",
-        f"Model: {model.about}, {weights / 1e6:.1f} M weights, pictures of {model.image_size} pixels",
-    ]
+def _tell(pictures: Sequence[Picture], model: DualEncoder, settings: TrainSettings) -> None:
+    train, weights = sum(one.split == "train" for one in pictures), sum(one.numel() for one in model.parameters())
+    print(f"Data: {train} pictures to train, {len(pictures) - train} to validate")
+    print(f"Model: {model.about}, {weights / 1e6:.1f} M weights, pictures of {model.image_size} pixels", flush=True)
     if settings.accumulation > 1:
         whole = settings.batch_size * settings.accumulation
-        lines.append(
+        print(
             f"A step compares {whole} pictures with {whole} captions, in {settings.accumulation} parts of"
             f" {settings.batch_size}: the gradient of one batch of {whole}, which plain accumulation does not give"
         )
-    return lines
 
 
 def _frozen(options: CarClipOptions) -> tuple[str, ...]:
