@@ -53,11 +53,6 @@ def bar_text(done: int, total: int | None) -> str:
     return f"[{'█' * filled:·<20}] {min(100 * done // total, 100):3d}%"
 
 
-def metrics_text(values: dict[str, float]) -> str:
-    """``train_loss 0.1234, eval_accuracy 0.9``."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-
-
 # --------------------------------------------------------------------------- peaks
 
 
@@ -272,7 +267,8 @@ class Screen:
         """The summary of an epoch."""
         seconds = time.monotonic() - self._began_s
         self._terminal.keep()
-        self.say(f"Epoch {epoch + 1}/{self._epochs}: {metrics_text(metrics)}")
+        told = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self.say(f"Epoch {epoch + 1}/{self._epochs}: {told}")
         self.say(epoch_time_line(self._trained_s or seconds, self._samples, self._batches))
         self._say_memory()
         if self.latest is not None:

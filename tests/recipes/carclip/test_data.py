@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from fulltilt.errors import DataError, FulltiltError, UsageError
-from fulltilt.recipes.carclip import TEMPLATES, CarClipOptions
+from fulltilt.recipes.carclip import CarClipOptions
 from fulltilt.recipes.carclip.data import (
     CarPictures,
     CarViews,
@@ -178,12 +178,12 @@ def test_missing_pictures_are_counted(tmp_path: Path) -> None:
 def test_templates_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "templates.txt"
     file.write_text("# mine\n{make}!\n\nthe {model} of {year}\n")
-    assert read_templates(file, TEMPLATES) == ("{make}!", "the {model} of {year}")
+    assert read_templates(str(file)) == ("{make}!", "the {model} of {year}")
     picture = Picture(tmp_path, None, ("Alder", "Pico", "2005"), "train")
     assert captions_of(picture, ("{make}!", "the {model} of {year}")) == ("Alder!", "the Pico of 2005")
     file.write_text("a {colour} {make}")
     with pytest.raises(UsageError, match=r"Use \{make\}, \{model\} and \{year\}"):
-        read_templates(file, TEMPLATES)
+        read_templates(str(file))
 
 
 # --------------------------------------------------------------------------- samples

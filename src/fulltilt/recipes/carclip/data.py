@@ -19,6 +19,7 @@ from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.augment import ColourJitter, HorizontalFlip, Pipeline, RandomResizedCrop
 from fulltilt.figures import count
 from fulltilt.recipes import tables
+from fulltilt.recipes.carclip import TEMPLATES
 from fulltilt.recipes.images import SUFFIXES, as_rgb, opened
 
 # Found in a data folder, this table is read instead of the folders' names.
@@ -128,12 +129,12 @@ def refuse_one_car(pictures: Iterable[Picture]) -> None:
         )
 
 
-def read_templates(file: Path | None, defaults: tuple[str, ...]) -> tuple[str, ...]:
-    """Caption templates, one a line, with {make}, {model} and {year}. Raises UsageError."""
+def read_templates(file: str | None) -> tuple[str, ...]:
+    """Caption templates, one a line, with {make}, {model} and {year}; without a file ours. Raises UsageError."""
     if file is None:
-        return defaults
+        return TEMPLATES
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the caption templates {file}: {error}") from error
     templates = tuple(line for line in lines if line and not line.startswith("#"))

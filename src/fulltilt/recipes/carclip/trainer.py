@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fulltilt.errors import UsageError
-from fulltilt.recipes.carclip import BUILT_IN, GIVE, TEMPLATES, CarClipOptions
+from fulltilt.recipes.carclip import BUILT_IN, GIVE, CarClipOptions
 from fulltilt.recipes.carclip import data as table
 from fulltilt.recipes.carclip.data import CarPictures, CarViews, Picture, captions_of
 from fulltilt.recipes.carclip.model import (
@@ -54,7 +54,7 @@ def check_options(request: Request) -> None:
         raise UsageError("batch_size: 1 compares a picture with its own caption alone", "Set 2 or more; 64 is usual.")
     if request.settings.fsdp:
         raise UsageError("carclip does not go with fsdp: its loss and metrics reach into the model", "Leave it out.")
-    _templates(options)
+    table.read_templates(options.templates)
     if model not in ("auto", *BUILT_IN):
         refuse_unavailable(model, GIVE)
         refuse_to_replace(model, request.out)
@@ -84,7 +84,7 @@ def run(request: Request) -> Mapping[str, float]:
 def build(request: Request) -> Job:
     """The engine's job."""
     options: CarClipOptions = request.options
-    templates = _templates(options)
+    templates = table.read_templates(options.templates)
     pictures = table.read(request.data, options.val_share)
     captions = [caption for picture in pictures for caption in captions_of(picture, templates)]
     torch.manual_seed(request.settings.seed)  # random weights are the run's own
@@ -148,10 +148,6 @@ def _tell(pictures: Sequence[Picture], model: DualEncoder, settings: TrainSettin
 def _frozen(options: CarClipOptions) -> tuple[str, ...]:
     towers = {"image": ("vision",), "text": ("text",), "both": ("vision", "text"), "none": ()}[options.freeze]
     return (*(f"clip.{tower}_model.*" for tower in towers), *(() if options.learn_temperature else ("*logit_scale",)))
-
-
-def _templates(options: CarClipOptions) -> tuple[str, ...]:
-    return table.read_templates(None if options.templates is None else Path(options.templates), TEMPLATES)
 
 
 # --------------------------------------------------------------------------- the loss

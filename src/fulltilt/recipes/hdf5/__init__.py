@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 from fulltilt.recipes.recipe import Recipe, imported
 from fulltilt.train.config import option
@@ -87,9 +87,6 @@ class Config:
 
     def recipe(self) -> Recipe:
         """The recipe with these values in place of its own defaults; flags win over them."""
-        return replace(RECIPE, settings={**RECIPE.settings, **self.settings()})
-
-    def settings(self) -> dict[str, Any]:
-        """The same under the recipe's names."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return {_SHARED.get(name, name): value for name, value in values.items() if name not in _WITHOUT_WORK}
+        values = {name: value for name, value in asdict(self).items() if name not in _WITHOUT_WORK}
+        ours = {_SHARED.get(name, name): value for name, value in values.items()}
+        return replace(RECIPE, settings={**RECIPE.settings, **ours})
