@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from fulltilt import store
+from fulltilt.records import RunRecord
 from fulltilt.train import checkpoint
+from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import BatchSource
 from fulltilt.train.exit_code import exit_code_of
+from fulltilt.train.job import Job
+from fulltilt.train.loop import train
+from fulltilt.train.progress import Screen
 
 
 def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +73,23 @@ def test_a_disk_that_is_full_for_anything_else_than_a_checkpoint_ends_with_7(num
 def test_batches_are_named_as_the_progress_bar_counts(accumulation: int, names: list[str]) -> None:
     steps = BatchSource([torch.zeros(2, 3)] * 4, accumulation, world=1).steps(epoch=0, consumed=1)
     assert [step.names() for step in steps] == names
+
+
+def test_a_last_batch_of_one_sample_is_told_with_what_to_change(tmp_path: Path) -> None:
+    """Seen to fail: torch's ValueError with code 1, after a whole epoch; then a record that still told that code."""
+    data = torch.utils.data.TensorDataset(torch.zeros(5, 3, 1, 1))
+    job = Job(
+        model=torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.BatchNorm2d(3)),
+        loss=lambda model, batch: model(batch[0]).sum(),
+        data=data,
+    )
+    out, told = tmp_path / "out", io.StringIO()
+    settings = TrainSettings(device="cpu", batch_size=2, epochs=1, workers=0)
+    screen = Screen(out, speaks=False)
+    assert exit_code_of(lambda: train(job, settings, out, screen=screen), out, told) == 2
+    first, remedy, *_ = told.getvalue().splitlines()
+    assert "has a single sample" in first
+    assert "drop_last: true" in remedy
+    assert store.read_record(out / store.RUN_FILE, RunRecord).exit_code == 2
+    other = io.StringIO()
+    assert exit_code_of(lambda: int("x"), tmp_path, other) == 1, "other ValueErrors are bugs"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.errors import DoesNotFit
+from fulltilt.errors import DoesNotFit, UsageError
 from fulltilt.recorder.manual_recording import LoopMarks
 from fulltilt.train import optimizers
 from fulltilt.train.config import TrainSettings
@@ -187,6 +187,14 @@ class Stepper:
                     f"memory ran out with {failed_at} samples at once, in the middle of what all ranks do together",
                     "Lower batch_size and raise accumulation by as much: the same is trained, and the run resumes.",
                 ) from error
+        except ValueError as error:
+            # Torch refuses to normalise one value by itself; the size of the data or of the pictures leads to it.
+            if "Expected more than 1 value per channel" not in str(error):
+                raise
+            raise UsageError(
+                "BatchNorm cannot train on one value a channel: a batch, such as an epoch's last, has a single sample",
+                "Set drop_last: true in the config, or change batch_size; larger pictures have more values, too.",
+            ) from error
         if loss is None:
             loss = torch.zeros((), device=device)
         elif not self.group.alone:

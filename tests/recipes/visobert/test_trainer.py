@@ -146,7 +146,7 @@ def test_resume_with_another_batch_size_goes_on(data: Path, tmp_path: Path, caps
 def test_model_folder_for_other_classes(whole: Path, tmp_path: Path, capsys: Any) -> None:
     rows = "\n".join(f'{{"text": "phim {word} quá", "label": {n % 2}}}' for n, word in enumerate(["hay", "chán"] * 12))
     (tmp_path / "train.jsonl").write_text(rows)
-    given = ("--model", whole / "model", "--epochs", "1", "--batch-size", "96")
+    given = ("--model", whole / "model", "--residency", "none", "--epochs", "1", "--batch-size", "96")
     assert train("--data", tmp_path, "--out", tmp_path / "out", *given) == 0
     held_out = len(texts_data.read_texts(tmp_path, Options(), 0).validation.texts)
     assert f"Batch size: {24 - held_out} (expected: 96)" in capsys.readouterr().out, "there are no more texts"
@@ -158,7 +158,6 @@ def test_model_folder_for_other_classes(whole: Path, tmp_path: Path, capsys: Any
     ("given", "told"),
     [
         (("--optimizer", "adamw_8bit"), "did you mean adamw8bit?"),
-        (("--residency", "none"), "none is not for texts"),
         (("--model", "./no-such-folder"), "the model's folder ./no-such-folder does not exist"),
         (("--model", "."), "cannot be loaded"),
     ],

@@ -44,8 +44,6 @@ class Options:
             names = [name.strip() for name in self.classes.split(",")]
             if len(names) < 2 or len(set(names)) < len(names) or not all(names):
                 found.append(f"classes: {self.classes!r} should name two or more, each once")
-        if getattr(self, "residency", None) == "none":
-            found.append("residency: none is not for texts: their tokens are always kept on the device")
         if self.warmup_ratio and (getattr(self, "warmup_epochs", 0) or getattr(self, "warmup_steps", None)):
             found.append("warmup_ratio, warmup_epochs and warmup_steps exclude each other; give only one of them")
         return found
