@@ -63,7 +63,7 @@ def test_the_tuner_drops_the_trial(trouble: str) -> None:
     """Seen to fail: with `_throttled` of tuning/trial/outcome.py returning None the trial is ok."""
     machine, because = TROUBLED[trouble]
     blocks = tuple(Block(steps=10, samples=320, seconds=1.0, wait_s=0.1) for _ in range(8))
-    measured = Answer(blocks, steps=80, losses=(1.0,) * 80, world_size=1, complete=True)
+    measured = Answer(blocks, steps=80, losses=(1.0,) * 80, complete=True)
     ended = Ended(status=0, stopped_for=None, wall_s=10.0, tail="")
     trial = conclude(Attempt(Settings(num_workers=4), "search"), ended, measured, recorded(machine), None)
     assert (trial.state, trial.note) == ("throttled", because)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.errors import StoppedEarly, UsageError
+from fulltilt.errors import MachineError, StoppedEarly, UsageError
 from fulltilt.train import checkpoint, cuda_graphs, optimizers, train_state, weight_import
 from fulltilt.train.checkpoint import KeepPolicy, Writer, check_space, newest_complete
 from fulltilt.train.config import TrainSettings
@@ -254,6 +254,11 @@ def resume(state: TrainState, *, resume_from: Path | None = None, fresh: bool = 
 
 
 def _restore(state: TrainState, folder: Path) -> None:
+    if not folder.is_dir():
+        raise MachineError(
+            f"{folder}, from which the first rank goes on, is not there for rank {state.group.ranks.rank}",
+            "Give an --out on storage that all machines share.",
+        )
     loaded = state.load(folder)
     saved = loaded[1]
     # The optimizer has to be that of the last step before its state comes in: a new stage makes its own.
