@@ -14,6 +14,7 @@ from fulltilt import store
 from fulltilt.recorder.loaders.workers import (
     EARLY_SAMPLE_EVERY_S,
     EARLY_SAMPLES,
+    MOST_WORKERS,
     SAMPLE_EVERY_S,
     FetchMeter,
     FilesRead,
@@ -74,6 +75,16 @@ def test_only_the_last_message_of_each_worker_counts() -> None:
     told = totals.record(0)
     assert (told.processes, told.batches, told.fetch_s, told.read_bytes) == (2, 8, 4.0, 60)
     assert told.read_bytes_by_pass == (30, 30)
+
+
+def test_very_many_workers_are_summed_and_not_kept() -> None:
+    totals = WorkerTotals()
+    for pass_, pid in enumerate([*range(2 * MOST_WORKERS), *range(10)]):  # the first numbers come again
+        for batches in (1, 2):
+            totals.add(replace(TOLD, pid=pid, batches=batches, fetch_s=batches * 0.5, read_bytes=None), pass_)
+    told, workers = totals.record(0), 2 * MOST_WORKERS + 10
+    assert (told.processes, told.batches, told.fetch_s, told.read_bytes) == (workers, 2 * workers, workers, None)
+    assert len(totals.last) == MOST_WORKERS
 
 
 def _torn() -> None:

@@ -330,11 +330,19 @@ def _measure_fetches(meter: FetchMeter) -> None:
         kind.fetch = fetch
 
 
+# Workers whose last message is kept by itself. A job with workers of its own for each pass has very many of them, and
+# in time others get their numbers.
+MOST_WORKERS = 512
+SUMMED = ("fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes", "reads")
+
+
 class WorkerTotals:
-    """What the workers of one loader told so far: the last message of each."""
+    """What the workers of one loader told so far: the last message of each, and sums of those that ended long ago."""
 
     def __init__(self) -> None:
-        self.last: dict[int, WorkerMessage] = {}
+        self.last: dict[int, WorkerMessage] = {}  # whoever told something last is the last
+        self._ended = 0
+        self._of_ended: dict[str, float | None] = dict.fromkeys(SUMMED)
         self._batches = 0
         self._read_in_pass: dict[int, int] = {}
         self._data: StorageReading | None = None
@@ -343,7 +351,7 @@ class WorkerTotals:
 
     def add(self, message: WorkerMessage, in_pass: int = 0) -> None:
         """Take one message of a worker, which came in this pass."""
-        before = self.last.get(message.pid)
+        before = self.last.pop(message.pid, None)
         self._batches += message.batches - (before.batches if before is not None else 0)
         if message.read_bytes is not None and (in_pass in self._read_in_pass or len(self._read_in_pass) < MOST_PASSES):
             fresh = message.read_bytes - ((before and before.read_bytes) or 0)
@@ -352,26 +360,27 @@ class WorkerTotals:
         self._lines.merge(message.lines)
         self._growth.note(self._batches)
         self.last[message.pid] = replace(message, lines=())
+        if len(self.last) > MOST_WORKERS:
+            ended = self.last.pop(next(iter(self.last)))
+            self._ended += 1
+            self._of_ended = {name: _sum((told, getattr(ended, name))) for name, told in self._of_ended.items()}
 
     def record(self, loader_id: int) -> WorkerRecord:
         """The totals as a record."""
         last = self.last.values()
+        sums: dict[str, Any] = {
+            name: _sum((told, *(getattr(one, name) for one in last))) for name, told in self._of_ended.items()
+        }
         pss_bytes = [one.pss_bytes for one in last if one.pss_bytes is not None]
         cpus = [one.cpus for one in last if one.cpus is not None]
         return WorkerRecord(
             loader_id=loader_id,
-            processes=len(last),
+            processes=self._ended + len(last),
             batches=self._batches,
-            fetch_s=sum(one.fetch_s for one in last),
-            fetch_cpu_s=sum(one.fetch_cpu_s for one in last),
-            cpu_wait_s=_sum(one.cpu_wait_s for one in last),
-            idle_s=sum(one.idle_s for one in last),
-            process_cpu_s=sum(one.process_cpu_s for one in last),
-            read_bytes=_sum(one.read_bytes for one in last),
+            **sums,
             lines=self._lines.top(),
             growing_lines=self._growth.top(self._batches),
             pss_bytes=round(statistics.mean(pss_bytes)) if pss_bytes else None,
-            reads=_sum(one.reads for one in last),
             read_bytes_by_pass=tuple(size for _, size in sorted(self._read_in_pass.items())),
             cpus=len(set().union(*cpus)) if cpus else None,
             growth=self._memory_growth(),
