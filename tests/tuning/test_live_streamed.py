@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fulltilt import store
 from tests.tuning.live_jobs import tuning
@@ -35,6 +35,21 @@ class Shuffled(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[int]:
         yield from self.generator.sample(range(SAMPLES), SAMPLES)
+
+
+class CountsPasses(IterableDataset[Any]):
+    """Where no look at the data set can see it."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        CountsPasses.passes += 1
+        yield from random.Random(CountsPasses.passes).sample(range(SAMPLES), SAMPLES)
+
+
+class KnowsItsWorker(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        yield from [int(get_worker_info() is not None)] * SAMPLES
 
 
 class Draws(IterableDataset[Any]):
@@ -68,7 +83,7 @@ def test_one_worker_brings_the_same_batches_and_stays_where_it_pays(paid: bool, 
     workers, drawn = [], []
     with tuning(tmp_path, [], [paid]) as one:
         loader = one.trains(DataLoader(Stream(), batch_size=4))
-        for _ in range(4):
+        for _ in range(5):
             source = iter(loader)
             workers.append(source._num_workers)  # type: ignore[attr-defined]
             drawn.append(torch.cat(list(source)).tolist())
@@ -76,8 +91,8 @@ def test_one_worker_brings_the_same_batches_and_stays_where_it_pays(paid: bool, 
         assert one.record.settings.num_workers == int(paid)
         assert [move.outcome for move in one.record.moves] == ["kept" if paid else "returned"]
         assert (tmp_path / store.SETTINGS_FILE).exists() == paid
-    assert drawn == [list(range(SAMPLES))] * 4
-    assert workers == [0, 1, paid, paid]
+    assert drawn == [list(range(SAMPLES))] * 5
+    assert workers == [0, 0, 1, paid, paid]
 
 
 def test_what_a_data_set_carries_from_pass_to_pass_is_left_to_it(tmp_path: Path) -> None:
@@ -103,11 +118,27 @@ def test_a_file_that_stays_open_is_named_unless_it_is_a_compilers(
         os.close(OPEN.pop(file.name))
 
 
-def test_what_comes_out_different_in_a_worker_is_left_alone(tmp_path: Path) -> None:
+def test_passes_that_begin_differently_are_left_alone(tmp_path: Path) -> None:
     random.seed(0)
     expected = passes_of(DataLoader(Draws(), batch_size=4))
     random.seed(0)
     with tuning(tmp_path, [], [True]) as one:
         assert passes_of(one.trains(DataLoader(Draws(), batch_size=4))) == expected
         assert one.record.state == "left_alone"
-        assert "come out different" in one.record.why
+        assert "begin with different batches" in one.record.why
+
+
+def test_what_comes_out_different_in_a_worker_is_left_alone(tmp_path: Path) -> None:
+    with tuning(tmp_path, [], [True]) as one:
+        assert passes_of(one.trains(DataLoader(KnowsItsWorker(), batch_size=4))) == [[0] * SAMPLES] * 4
+        assert one.record.state == "left_alone"
+        assert "come out different in a worker" in one.record.why
+
+
+def test_what_a_class_counts_stays_as_the_script_counts_it(tmp_path: Path) -> None:
+    expected = passes_of(DataLoader(CountsPasses(), batch_size=4))
+    CountsPasses.passes = 0
+    with tuning(tmp_path, [], [True]) as one:
+        assert passes_of(one.trains(DataLoader(CountsPasses(), batch_size=4))) == expected
+        assert one.record.state == "left_alone"
+    assert CountsPasses.passes == 4

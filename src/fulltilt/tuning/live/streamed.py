@@ -1,7 +1,9 @@
 """Live tuning of a streamed data set (IterableDataset) without workers: one worker, from one pass to the next.
 
 One worker brings the same samples in the same order and in the same batches, unless the data set does otherwise in a
-worker: that is looked at first. More would change the order, and a pass under way cannot go on in another process.
+worker, or from pass to pass: two passes of the script's own and the worker's have to begin alike. More workers would
+change the order, and a pass under way cannot go on in another process. The script's process never draws for us: what a
+data set keeps in its class or module would move on.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
 CARRIED_OVER = "what its data set holds changes as it is read, and a worker would not carry it into the next pass"
 COMES_OUT_DIFFERENT = "its batches come out different in a worker, or in another order"
-# So many batches at the beginning of a pass are made both ways before a worker makes all of them.
+DIFFERS = "its passes begin with different batches, and a worker would not carry that into the next pass"
+# So many batches at the beginning of two passes, and of a worker's, are compared before a worker makes all of them.
 COMPARED = 4
 # So many batches tell the rate of a pass.
 MOST_ARRIVALS = 4096
@@ -42,6 +45,7 @@ class StreamTuner:
         self._live = live
         self._workers = 0
         self._own: Seen | None = None
+        self._began: list[bytes] | None = None  # with which batches a pass of the script's own began
         self._last: StreamPass | None = None
 
     def begin(self, loader: Any, iterate: Callable[[Any], Any]) -> Any:
@@ -62,13 +66,18 @@ class StreamTuner:
         elif (seen := last.seen(self._live.limits)) is None:
             return  # it was left early, or too short
         elif self._own is None:
-            self._own = seen
             self.record = with_figures(self.record, seen)
+            earlier, self._began = self._began, last.began
             if seen.wait_share <= self._live.limits.enough_wait_share:
                 self._settle("settled", "the loader is no longer the limit", 0)
-            elif not _comes_out_the_same(loader, iterate):
+            elif earlier is None:
+                return
+            elif earlier != last.began:
+                self._settle("left_alone", DIFFERS, 0)
+            elif _begins_in_a_worker(loader, iterate) != last.began:
                 self._settle("left_alone", COMES_OUT_DIFFERENT, 0)
             else:
+                self._own = seen
                 move = LiveMove(Settings(num_workers=1), self._live.now_s())
                 self.record = replace(self.record, state="trying", why="trying 1 worker", moves=(move,))
                 self._workers = self.tap.serving_workers = 1
@@ -95,16 +104,10 @@ def _with_a_worker(loader: Any) -> Any:
     return changed
 
 
-def _comes_out_the_same(loader: Any, iterate: Callable[[Any], Any]) -> bool:
-    """Whether a worker brings the first batches of the next pass as the training process does, bit for bit.
-
-    Random generators are put back to where they stood.
-    """
-    made = []
-    for one in (loader, _with_a_worker(loader)):
-        with kept_generators(loader.generator):
-            made.append([Pickled(batch).digest for batch in islice(iterate(one), COMPARED)])
-    return made[0] == made[1]
+def _begins_in_a_worker(loader: Any, iterate: Callable[[Any], Any]) -> list[bytes]:
+    """The first batches that a worker brings. Random generators are put back to where they stood."""
+    with kept_generators(loader.generator):
+        return [Pickled(batch).digest for batch in islice(iterate(_with_a_worker(loader)), COMPARED)]
 
 
 class StreamPass:
@@ -112,6 +115,7 @@ class StreamPass:
 
     def __init__(self, source: Any, loader: Any, looks: bool) -> None:
         self.problem: str | None = None
+        self.began: list[bytes] = []  # the first batches
         self._source, self._knobs = source, knobs_of(loader)
         self._dataset = loader.dataset
         self._state = self._state_now() if looks else None
@@ -138,6 +142,8 @@ class StreamPass:
                 self._compare_with(*self._state)
             raise
         came_s = time.perf_counter()
+        if self._state is not None and len(self.began) < COMPARED:
+            self.began.append(Pickled(batch).digest)
         if len(self._arrivals) < MOST_ARRIVALS:
             busy_s = 0.0 if self._left_s is None else asked_s - self._left_s
             self._arrivals.append(Arrival(came_s - asked_s, busy_s))
