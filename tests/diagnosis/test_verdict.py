@@ -85,7 +85,7 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
             "input_cpu_bound",
             "Data loading, CPU-bound: the GPU waits for data in 62 % of the time after start-up; at most 2.6 × as "
             "fast without it: "
-            "the loader gives 320 samples/s, the GPU could take 842.",
+            "training gets 320 samples/s, the GPU could take 842.",
         ),
         (
             run_of(rank(loaders=(loader(wait_s=62.0),)), data_wait=62.0, compute=38.0),
@@ -111,7 +111,7 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
             "input_cpu_bound",
             "Data loading, CPU-bound: the GPU waits for data in 54 % of the time after start-up; at most 2.2 × as "
             "fast without it: "
-            "the loader gives 320 samples/s, the GPU could take 842.",
+            "between validations and saves training gets 320 samples/s, the GPU could take 842.",
         ),
         (
             run_of(rank(loaders=()), spans=(spans_of(samples=False, data_wait=50.0, compute=50.0),)),

@@ -130,8 +130,11 @@ def _epoch_time(evidence: Evidence, rate: float) -> str:
     loader = evidence.loader
     batch = loader.samples / loader.batches if loader and loader.samples and loader.batches else None
     rates = f"{number(rate)} samples/sec" + (f", {number(rate / batch)} batches/sec" if batch else "")
-    # Without a batch size an item of the data set may be a whole batch.
-    samples = loader.dataset_len if loader and loader.batch_size is not None else None
+    # Without a batch size an item of the data set may be a whole batch; a sampler may draw some of them only.
+    draws_all = (
+        loader is not None and loader.batch_size is not None and not {"sampler", "batch_sampler"} & {*loader.given}
+    )
+    samples = loader.dataset_len if loader is not None and draws_all else None
     return f"Epoch time: {number(samples / rate)}s ({rates})" if samples and rate > 0 else rates
 
 

@@ -169,8 +169,9 @@ def costliest_lines(lines: Sequence[HotLine], cost_s: float) -> list[str]:
 
 
 def costliest_line(evidence: Evidence) -> HotLine | None:
-    """The line on which fetching spends most of its time."""
-    return max(evidence.workers.lines, key=lambda line: line.seconds, default=None) if evidence.workers else None
+    """The line on which fetching spends most of its time; none of torch's, which nobody makes cheaper."""
+    lines = evidence.workers.lines if evidence.workers else ()
+    return max((ln for ln in lines if not ln.where.startswith("torch/")), key=lambda ln: ln.seconds, default=None)
 
 
 def fetching_line(evidence: Evidence) -> list[str]:

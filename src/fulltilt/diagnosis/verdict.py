@@ -137,11 +137,9 @@ def _gain(evidence: Evidence, share: float) -> str:
         taker = "the GPU" if evidence.on_gpu else "compute"
         # Without workers loading and computing take turns: the rate is the job's, but for its pauses.
         pauses = rate > (evidence.throughput.samples_per_s or rate) * (1 + LIMITS.rate_error)
-        giver = "between validations and saves training gets" if pauses else "training gets"
-        if evidence.loader and evidence.loader.num_workers > 0:
-            giver = "the loader gives"
+        when = "between validations and saves " if pauses else ""
         most = times(min(ceiling / rate, amdahl(share)))
-        rates = f"{giver} {number(rate)} samples/s, {taker} could take {number(ceiling)}"
+        rates = f"{when}training gets {number(rate)} samples/s, {taker} could take {number(ceiling)}"
         return f"; {bound} {most} as fast without it: {rates}"
     return f"; {bound} {times(amdahl(share))} as fast without it"
 

@@ -157,7 +157,8 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
     if loader.iterable and beside is None and not divides_itself(loader):
         fix += " Its IterableDataset must split the work by get_worker_info(), or every worker yields all of it."
     predicted = plan.gain if plan else gain_without_wait(evidence)
-    if others:  # workers would have to share the CPUs with them as well
+    computes = supply is None or supply.batch_cpu_s + supply.queue_s >= LIMITS.warn_share * supply.batch_s
+    if others and computes:  # workers would have to share the CPUs with them as well
         fix += f" {OTHERS_TAKE_CPUS}"
         predicted = gain(1.0, predicted[1])
     return _waiting(evidence, "input_serial", facts, fix, loader.where, predicted)
@@ -171,11 +172,11 @@ def _slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
         f"{percent(share)} of it is the sampler, which workers do not take over, in {count('pass', loader.passes)}",
         f"of the wait, {line_cost(line, loader.wait_s)}",
     ]
-    fix = (
-        f"Let the sampler of the loader{at(loader.where)} do less: draw only as many indices as are used "
-        "(num_samples), make fewer and longer passes, or work the order out beforehand."
-    )
     where = loader.where if line.where.startswith("torch/") else line.where  # nobody mends torch's own samplers
+    fix = (
+        f"Let the sampler{at(where)} do less: draw only as many indices as are used "
+        "(num_samples), make fewer and longer passes, or work out beforehand what each batch works out anew."
+    )
     predicted = by_removing(share * evidence.data_wait_share)
     return _waiting(evidence, "input_serial", facts, fix, where, predicted, title="Data loading: slow sampler")
 
