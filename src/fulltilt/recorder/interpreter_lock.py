@@ -33,6 +33,7 @@ CROWDED_SHARE, LONGEST_EVERY_S, REMEMBERED_SAMPLES = 0.01, 0.05, 50
 # The training thread and the observer.
 WITHOUT_OTHERS = 2
 PR_SET_TIMERSLACK = 29
+CLOCK_OF_A_THREAD = 6  # CPUCLOCK_PERTHREAD_MASK and CPUCLOCK_SCHED
 # Lines are named of a thread that ran for this much of the time since it was last asked.
 BUSY_SHARE = 0.05
 MOST_NAMES = 64
@@ -63,7 +64,7 @@ class LockTurns:
     def begin_wait(self, observed: int | None) -> None:
         """The observing thread is about to sleep until its next sample of another thread, whose CPU clock is given."""
         self._clock = observed
-        self._observed_s = _cpu_s(observed) or 0.0
+        self._observed_s = cpu_s(observed) or 0.0
         self._worked_s, self._began_s = time.thread_time(), time.monotonic()
 
     def end_wait(self) -> None:
@@ -83,7 +84,7 @@ class LockTurns:
 
     def _without_cpu_s(self, now_s: float) -> float:
         """How long the observed thread had no CPU since the wait began; 0.0 where nobody can tell."""
-        worked_s = _cpu_s(self._clock)
+        worked_s = cpu_s(self._clock)
         return 0.0 if worked_s is None else max(now_s - self._began_s - (worked_s - self._observed_s), 0.0)
 
     def _suitable_s(self) -> float:
@@ -109,11 +110,12 @@ class OtherThreads:
         before, self._ran_s, self._busy = self._ran_s, {}, {}
         for thread in threading.enumerate():
             number = thread.native_id or training
-            times = None if number == training or thread.name.startswith("fulltilt-") else cpu_times_s(number)
-            if times is None:
+            not_theirs = number == training or thread.name.startswith("fulltilt-")
+            all_s = None if not_theirs else cpu_s(cpu_clock(number))
+            if all_s is None:
                 continue
-            self._ran_s[number] = times[0]
-            ran_s = times[0] - before.get(number, times[0])
+            self._ran_s[number] = all_s
+            ran_s = all_s - before.get(number, all_s)
             if ran_s > BUSY_SHARE * since_s:
                 name = common_name(thread.name)
                 self._busy[thread.ident or 0] = name
@@ -154,15 +156,17 @@ def cpu_times_s(thread: int) -> tuple[float, float] | None:
         return None
 
 
-def own_cpu_clock() -> int | None:
-    """The clock of the calling thread's CPU time, which others may read; None where there is none (macOS).
+def cpu_clock(thread: int) -> int | None:
+    """The clock of the CPU time of a thread by its native number; None where there is none (macOS).
 
-    Nobody else asks for it: the C library would crash on a thread that has just ended.
+    Linux numbers these clocks so. Reading one takes no file and keeps the interpreter lock; asked through the C library
+    (pthread_getcpuclockid), it would crash for a thread that has just ended.
     """
-    return time.pthread_getcpuclockid(threading.get_ident()) if hasattr(time, "pthread_getcpuclockid") else None
+    return (~thread << 3) | CLOCK_OF_A_THREAD if sys.platform == "linux" else None
 
 
-def _cpu_s(clock: int | None) -> float | None:
+def cpu_s(clock: int | None) -> float | None:
+    """What such a clock says; None where there is none, or its thread has ended."""
     try:
         return None if clock is None else time.clock_gettime(clock)
     except OSError:

@@ -20,7 +20,7 @@ from typing import Any
 from fulltilt import cuda_capture
 from fulltilt.recorder.attribution import SpanBuilder
 from fulltilt.recorder.gpu_clock import Calibration, CudaClock
-from fulltilt.recorder.interpreter_lock import LockTurns, own_cpu_clock, wake_on_time
+from fulltilt.recorder.interpreter_lock import LockTurns, cpu_clock, wake_on_time
 from fulltilt.recorder.intervals import IntervalBuilder
 from fulltilt.recorder.marks import Activity, BookedAtRest, EvalMode, Finished, Point, Rested
 from fulltilt.recorder.rank_files import RankFiles
@@ -30,7 +30,8 @@ from fulltilt.recorder.stacks.stack_sampler import StackSampler
 from fulltilt.recorder.steps import LONG_STEP_FACTOR, LONG_STEP_NS, LONG_STEP_ON_GPU_NS, Rest, plan
 from fulltilt.recorder.validation import Evaluation
 
-DRAIN_EVERY_S = 0.2
+# At rest there is little to take, and each time takes the interpreter lock from the training thread.
+DRAIN_EVERY_S, DRAIN_AT_REST_EVERY_S = 0.2, 0.5
 WRITE_EVERY_S = 1.0
 # Very many ranks write less often: a network file system has to bear all of them.
 RANKS_A_SECOND = 64
@@ -50,7 +51,7 @@ class Recorder:
         self.state = state
         self.activity = Activity.USER
         self.thread_id = threading.main_thread().ident
-        self._cpu_clock = own_cpu_clock() if self.thread_id == threading.get_ident() else None
+        self._cpu_clock = cpu_clock(threading.get_native_id()) if self.thread_id == threading.get_ident() else None
         self.active = True
         self.training = False
         self.eval_mode = False
@@ -94,7 +95,7 @@ class Recorder:
 
     def adopt(self) -> None:
         """The calling thread is the one that trains."""
-        self.thread_id, self._cpu_clock = threading.get_ident(), own_cpu_clock()
+        self.thread_id, self._cpu_clock = threading.get_ident(), cpu_clock(threading.get_native_id())
         self.state.training_thread = threading.get_native_id()
 
     def switch(self, activity: Activity, fact: Any = None, point: Point = Point.NONE) -> Activity:
@@ -227,7 +228,7 @@ class Recorder:
                 self.state.threads.sample()
                 now = time.monotonic()
                 if now >= next_drain:
-                    next_drain = now + DRAIN_EVERY_S
+                    next_drain = now + (DRAIN_AT_REST_EVERY_S if self.rest.on else DRAIN_EVERY_S)
                     self._lock_turns.share()
                     self._drain()
                     self.state.poll()

@@ -115,6 +115,7 @@ class StepHooks:
         self._calls_backward = False
         self._drawn_before = self._alone = 0
         self._around_steps = Activity.USER  # backward, where its hooks step
+        self._steps_inside = False  # optimizers step in hooks of backward
         self._trained: set[int] = set()
         self._generation = Generation()
         self._known: list[weakref.ref[Any]] = []
@@ -150,6 +151,8 @@ class StepHooks:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if self.capture is not None and recorder.mine():
                 self.capture.backwards += 1
+                return original(*args, **kwargs)
+            if recorder.rest.on and not self._steps_inside:
                 return original(*args, **kwargs)
             if not recorder.active or self._around_steps is Activity.BACKWARD:
                 return original(*args, **kwargs)
@@ -279,8 +282,8 @@ class StepHooks:
         recorder = self._recorder
         if self.capture is not None:
             return
-        if recorder.rest.on and self._trains_here():
-            if id(optimizer) in self._steps_count:
+        if recorder.rest.on:
+            if id(optimizer) in self._steps_count and self._trains_here():
                 recorder.stepped_at_rest()
             return
         if not self._trains_here() or id(optimizer) not in self._stepping or self._torch.compiler.is_compiling():
@@ -300,6 +303,7 @@ class StepHooks:
         recorder = self._recorder
         self._state.optimizer_calls += 1
         self._steps_count.add(key)
+        self._steps_inside = self._steps_inside or self._around_steps is Activity.BACKWARD
         recorder.calibration.under_way = False
         recorder.switch(self._around_steps, OptimizerStepped(key, skipped), Point.STEP)
         if not self._taps.all:

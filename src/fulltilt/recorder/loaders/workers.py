@@ -24,7 +24,7 @@ from random import Random
 from typing import Any, TypeVar
 
 from fulltilt import store
-from fulltilt.recorder.interpreter_lock import LockTurns, cpu_times_s, own_cpu_clock, wake_on_time
+from fulltilt.recorder.interpreter_lock import LockTurns, cpu_clock, cpu_times_s, wake_on_time
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, stack_of, view_of
 from fulltilt.recorder.user_code import leave_out_ours
 from fulltilt.records import HotLine, MemoryGrowthRecord, StorageReading, WorkerRecord
@@ -134,8 +134,9 @@ class FetchMeter:
         self._began_s = self._last_sample = time.perf_counter()
         self._cpu_before_s = time.process_time()
         self.thread_id = threading.get_ident()
-        self._cpu_clock = own_cpu_clock()  # without one, other threads cannot tell what a fetch under way has cost
         self._thread_native = threading.get_native_id()
+        # Without a clock, other threads cannot tell what a fetch under way has cost.
+        self._cpu_clock = cpu_clock(self._thread_native)
         self._under_way: Clocks | None = None  # when the fetch under way began
         self._spent: Clocks = (0.0, 0.0, 0.0)
         self._batches = 0
