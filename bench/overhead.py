@@ -1,14 +1,15 @@
-"""What observing costs, measured in one process: blocks of steps with the recorder attached and without, alternating.
+"""What observing costs, measured in one process: short blocks of steps with the recorder attached and without, in turn.
 
-    python bench/overhead.py [--pairs 20] [--block-s 0.5] [--job launch] [--out overhead.json]
-    python bench/overhead.py --job workers --pairs 20 --block-s 2.5        under six minutes on an H200
-    python bench/overhead.py --ranks 2 --pairs 20                          ranks of DDP over gloo, on CPUs
+    python bench/overhead.py [--pairs 300] [--block-steps 64] [--job launch] [--out overhead.json]
+    python bench/overhead.py --job workers      three jobs with busy loader workers
+    python bench/overhead.py --ranks 2          ranks of DDP over gloo, on CPUs
 
-Prints a table and writes JSON. Each pair is one observed and one plain block of the same loop on the same model. A
-block is timed in chunks of whole cycles of measuring and resting. ``pairs`` is the median over the pairs of observed
-over plain, with a 95 % interval of that median (bootstrap). Neighbours on the machine only ever add time, and to a step
-that waits for the host up to a third of it; so ``cost`` compares the lower quartile of all observed chunks with that of
-all plain ones.
+Prints a table and writes JSON. Each pair is one observed and one plain block of the same loop on the same model, right
+behind each other: the machine's pace changes from second to second by a third. ``cost`` is the mean over the pairs of
+observed over plain, without the lowest and the highest tenth, with a 95 % interval (bootstrap); ``whole`` is all
+observed time over all plain time. A block is part of a cycle of measuring and resting, each another one.
+In plain blocks nothing of the recorder is in force: no hooks, Python's own turns of the interpreter lock, and a thread
+that sleeps.
 
 Jobs with workers have two DataLoaders with persistent workers, one made under observation and one without: the workers
 of the one are idle while the other is measured.
@@ -45,16 +46,14 @@ from fulltilt.recorder.stacks import stack_sampler
 from fulltilt.store import create_folder
 
 WORKERS = 8
-# A cycle of measuring and resting has 512 steps where they take less than 4 ms, then 128; from 10 ms on (5 ms without a
-# GPU) each step is measured.
-CHUNKS = ((0.004, 512), (0.010, 128), (float("inf"), 32))
-# The recorder measures the first 300 steps one and all and writes 100 of them singly: a matter of the first seconds.
-WARM_UP_STEPS, WARM_UP_S = 2000, 3.0
-BLOCK_WARM_UP_STEPS = 50
+# The recorder measures the first 300 steps one and all, and takes more stack samples in the first half minute.
+WARM_UP_S, BLOCK_WARM_UP_STEPS = 30.0, 16
+TRIMMED = 0.1
+PYTHONS_TURN_S = sys.getswitchinterval()
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 StepContext = Callable[[nn.Module], AbstractContextManager[Any]]
-Block = Callable[[float], list[float]]
+Block = Callable[[int], float]
 
 
 class Ready(Dataset[Batch]):
@@ -122,52 +121,36 @@ class Loop:
     def __init__(self, model: nn.Module, data: Dataset[Batch], workers: int, device: str) -> None:
         self.device, self.model, self.data, self.workers = device, model.to(device), data, workers
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
-        self.loaders = dict[str, DataLoader[Batch]]()
+        self.batches = dict[str, Iterator[Batch]]()
 
-    def loader(self, name: str) -> DataLoader[Batch]:
-        """The DataLoader of this name, which keeps its workers; without workers, a new one each time."""
-        if name not in self.loaders or not self.workers:
+    def run(self, steps: int, loader: str = "plain", around: StepContext = nullcontext) -> float:
+        """Train for so many steps from this loader's pass, which goes on; seconds a step, without the first steps."""
+        if loader not in self.batches:
             pin = bool(self.workers) and self.device == "cuda"
-            self.loaders[name] = DataLoader(
-                self.data, None, num_workers=self.workers, pin_memory=pin, persistent_workers=bool(self.workers)
-            )
-        return self.loaders[name]
-
-    def run(
-        self,
-        seconds: float,
-        warm_up_steps: int = BLOCK_WARM_UP_STEPS,
-        around: StepContext = nullcontext,
-        loader: str = "plain",
-    ) -> list[float]:
-        """Train for a while; the mean step time of each chunk in seconds, without the first steps."""
-        entered = time.perf_counter()
-        began = chunk_began = 0.0
-        steps, chunks, chunk_steps = 0, list[float](), 0
-        for number, (inputs, labels) in enumerate(self.loader(loader)):
+            self.batches[loader] = iter(DataLoader(self.data, None, num_workers=self.workers, pin_memory=pin))
+        self._synchronize()
+        began = 0.0
+        for number in range(BLOCK_WARM_UP_STEPS + steps):
+            if number == BLOCK_WARM_UP_STEPS:
+                self._synchronize()
+                began = time.perf_counter()
+            inputs, labels = next(self.batches[loader])
             with around(self.model):
                 self._step(inputs, labels)
-            if not began and (number == warm_up_steps or time.perf_counter() - entered > WARM_UP_S):
-                self._synchronize()
-                began = chunk_began = time.perf_counter()
-                chunk_steps = next(count for most_s, count in CHUNKS if (began - entered) / (number + 1) < most_s)
-            elif began:
-                steps += 1
-                if steps % chunk_steps == 0:
-                    self._synchronize()
-                    now = time.perf_counter()
-                    chunks.append((now - chunk_began) / chunk_steps)
-                    chunk_began = now
-                    if now - began > seconds:
-                        break
-        return chunks
+        self._synchronize()
+        return (time.perf_counter() - began) / steps
+
+    def warm_up(self, seconds: float, loader: str, around: StepContext = nullcontext) -> None:
+        """Train until the first seconds of an observer are over."""
+        ends = time.perf_counter() + seconds
+        while time.perf_counter() < ends:
+            self.run(64, loader, around)
 
     def run_steps(self, steps: int, loader: str) -> tuple[float, float]:
         """Train for so many steps, as all ranks do; wall and CPU time of a step in this process."""
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
-        for _, (inputs, labels) in zip(range(steps), self.loader(loader), strict=False):
-            self._step(inputs, labels)
-        return (time.perf_counter() - wall_s) / steps, (time.process_time() - cpu_s) / steps
+        cpu_s = time.process_time()
+        wall_s = self.run(steps, loader)
+        return wall_s, (time.process_time() - cpu_s) / (steps + BLOCK_WARM_UP_STEPS)
 
     def _step(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         x, y = inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
@@ -183,31 +166,38 @@ class Loop:
 
 
 @contextmanager
-def observed(loop: Loop) -> Iterator[Block]:
+def observed(loop: Loop, warm_up_s: float) -> Iterator[Block]:
     """Blocks under Fulltilt's recorder, long after its first seconds. Between them it is put aside altogether."""
     with tempfile.TemporaryDirectory() as folder:
         session = Session(torch, create_folder(Path(folder) / "run"), time.perf_counter_ns())
-        session.install()
-        loop.run(0.0, WARM_UP_STEPS, loader="observed")
-        session.restore()
-        names = ("SAMPLE_EVERY_S", "LATER_SAMPLE_EVERY_S", "LATER_AT_REST_EVERY_S")
-        usual = {name: getattr(stack_sampler, name) for name in names}
+        turns, usual = session.recorder._lock_turns, stack_sampler.StackSampler.usually_every_s
 
-        def block(seconds: float) -> list[float]:
-            vars(stack_sampler).update(usual)
+        def put_aside() -> None:
+            session.restore()
+            turns.share = lambda: None  # type: ignore[method-assign]
+            stack_sampler.StackSampler.usually_every_s = 0.2  # type: ignore[assignment,method-assign]
+            sys.setswitchinterval(PYTHONS_TURN_S)
+
+        def block(steps: int) -> float:
+            vars(turns).pop("share")
+            stack_sampler.StackSampler.usually_every_s = usual  # type: ignore[method-assign]
+            turns.share()
             session.patch()
             try:
-                return loop.run(seconds, loader="observed")
+                return loop.run(steps, "observed")
             finally:
-                session.restore()
-                vars(stack_sampler).update(dict.fromkeys(names, 0.2))
+                put_aside()
 
+        session.install()
+        loop.warm_up(warm_up_s, "observed")
+        put_aside()
         yield block
         session.finish()
+        stack_sampler.StackSampler.usually_every_s = usual  # type: ignore[method-assign]
 
 
 @contextmanager
-def with_peer(loop: Loop) -> Iterator[Block]:
+def with_peer(loop: Loop, warm_up_s: float) -> Iterator[Block]:
     """Blocks inside the step context of traceml-ai."""
     import traceml_ai
 
@@ -216,8 +206,8 @@ def with_peer(loop: Loop) -> Iterator[Block]:
         aggregator = subprocess.Popen([sys.executable, "-c", serve, "serve", "--logs-dir", logs])
         try:
             traceml_ai.init(mode="auto", on_missing_aggregator="raise")
-            loop.run(0.0, WARM_UP_STEPS, traceml_ai.trace_step)
-            yield lambda seconds: loop.run(seconds, around=traceml_ai.trace_step)
+            loop.warm_up(warm_up_s, "plain", traceml_ai.trace_step)
+            yield lambda steps: loop.run(steps, around=traceml_ai.trace_step)
         finally:
             aggregator.kill()
 
@@ -240,26 +230,23 @@ def jobs(device: str) -> dict[str, Callable[[], Loop]]:
     }
 
 
-def compare(loop: Loop, block: Block, pairs: int, seconds: float) -> dict[str, float]:
-    """Alternating blocks: the cost of one against the plain loop."""
-    plain, other = list[list[float]](), list[list[float]]()
+def compare(loop: Loop, block: Block, pairs: int, steps: int) -> dict[str, float]:
+    """Blocks in turn: the cost of one against the plain loop."""
+    plain, other = list[float](), list[float]()
     for number in range(pairs):
-        order: list[tuple[list[list[float]], Block]] = [(plain, loop.run), (other, block)]
+        order: list[tuple[list[float], Block]] = [(plain, loop.run), (other, block)]
         for figures, measure in order if number % 2 else reversed(order):
-            figures.append(measure(seconds))
-    ratios = [100 * (statistics.mean(b) / statistics.mean(a) - 1) for a, b in zip(plain, other, strict=True)]
-    low, high = median_interval(ratios)
-    quiet, quiet_other = (lower_quartile([chunk for block in blocks for chunk in block]) for blocks in (plain, other))
-    means = [statistics.mean(block) for block in plain]
+            figures.append(measure(steps))
+    ratios = [100 * (b / a - 1) for a, b in zip(plain, other, strict=True)]
+    low, high = interval(ratios, trimmed_mean)
     return {
-        "plain_step_ms": 1e3 * quiet,
-        "observed_step_ms": 1e3 * quiet_other,
-        "cost_pct": 100 * (quiet_other / quiet - 1),
+        "plain_step_ms": 1e3 * statistics.median(plain),
+        "observed_step_ms": 1e3 * statistics.median(other),
         "pairs": pairs,
-        "pairs_median_pct": statistics.median(ratios),
-        "pairs_low_pct": low,
-        "pairs_high_pct": high,
-        "plain_spread_pct": 100 * (max(means) / min(means) - 1),
+        "cost_pct": trimmed_mean(ratios),
+        "cost_low_pct": low,
+        "cost_high_pct": high,
+        "whole_pct": 100 * (sum(other) / sum(plain) - 1),
     }
 
 
@@ -301,18 +288,24 @@ def compare_ranks(ranks: int, pairs: int) -> dict[str, float]:
             for kind in ("plain", "observed")
         )
         ratios = [100 * (b / a - 1) for a, b in zip(plain, other, strict=True)]
-        low, high = median_interval(ratios)
+        low, high = interval(ratios, statistics.median)
         quiet, quiet_other = lower_quartile(plain), lower_quartile(other)
         row |= {f"{clock}_step_ms": 1e3 * quiet, f"{clock}_cost": 100 * (quiet_other / quiet - 1)}
         row |= {f"{clock}_pairs": statistics.median(ratios), f"{clock}_low": low, f"{clock}_high": high}
     return row
 
 
-def median_interval(ratios: list[float]) -> tuple[float, float]:
-    """A 95 % interval of their median (bootstrap)."""
+def trimmed_mean(ratios: list[float]) -> float:
+    """Their mean without the lowest and the highest tenth."""
+    cut = int(TRIMMED * len(ratios))
+    return statistics.mean(sorted(ratios)[cut : len(ratios) - cut])
+
+
+def interval(ratios: list[float], figure: Callable[[list[float]], float]) -> tuple[float, float]:
+    """A 95 % interval of a figure of them (bootstrap)."""
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return medians[50], medians[-50]
+    figures = sorted(figure(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return figures[50], figures[-50]
 
 
 def lower_quartile(chunks: list[float]) -> float:
@@ -322,8 +315,9 @@ def lower_quartile(chunks: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--block-s", type=float, default=0.5)
+    parser.add_argument("--pairs", type=int, default=300)
+    parser.add_argument("--block-steps", type=int, default=64)
+    parser.add_argument("--warm-up-s", type=float, default=WARM_UP_S, help="under observation, before the first pair")
     parser.add_argument("--only", choices=("fulltilt", "traceml"), help="measure one of them")
     parser.add_argument("--job", default="", help="only jobs with this in their name")
     parser.add_argument("--ranks", type=int, default=1, help="of DDP over gloo; then nothing else is measured")
@@ -358,16 +352,15 @@ def main() -> None:
                 if options.job not in name:
                     continue
                 loop = make()
-                loop.run(options.block_s)
-                with prepared(loop) as block:
-                    row = {"job": name, "variant": variant, **compare(loop, block, options.pairs, options.block_s)}
-                results.append(row)
-                spread = f"{row['pairs_median_pct']:+.2f}, {row['pairs_low_pct']:+.2f} to {row['pairs_high_pct']:+.2f}"
-                print(
-                    f"{name:26} {variant:9} {row['plain_step_ms']:8.3f} ms plain {row['observed_step_ms']:8.3f} ms"
-                    f" observed  cost {row['cost_pct']:+5.2f} % (pairs {spread})",
-                    flush=True,
+                loop.run(options.block_steps)
+                with prepared(loop, options.warm_up_s) as block:
+                    cost = compare(loop, block, options.pairs, options.block_steps)
+                results.append({"job": name, "variant": variant, **cost})
+                told = (
+                    "{plain_step_ms:8.3f} ms plain {observed_step_ms:8.3f} ms observed  cost {cost_pct:+5.2f} %"
+                    " ({cost_low_pct:+.2f} to {cost_high_pct:+.2f}), whole {whole_pct:+.2f} %"
                 )
+                print(f"{name:22} {variant:9}", told.format(**cost), flush=True)
     finally:
         sampler.kill()
         machine = torch.cuda.get_device_name() if device == "cuda" else platform.machine()

@@ -37,9 +37,9 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, out: Path, *given: str, **co
 
 
 def test_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    small: dict[str, Any] = {"CHUNKS": ((float("inf"), 8),), "WARM_UP_STEPS": 20, "BLOCK_WARM_UP_STEPS": 5}
-    given = ["--pairs", "2", "--block-s", "0.01", "--device", "cpu", "--only", "fulltilt", "--job", "workers"]
-    code, found = run("overhead", monkeypatch, tmp_path / "overhead.json", *given, **small)
+    given = ["--pairs", "2", "--block-steps", "4", "--warm-up-s", "0.5", "--device", "cpu", "--only", "fulltilt"]
+    found_in = tmp_path / "overhead.json"
+    code, found = run("overhead", monkeypatch, found_in, *given, "--job", "workers", BLOCK_WARM_UP_STEPS=5)
     assert code == 0
     (row,) = found["results"]
     assert row["plain_step_ms"] > 0.0
