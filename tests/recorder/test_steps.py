@@ -182,10 +182,11 @@ def test_no_batch_is_lost_or_counted_twice(passes: list[int], ahead: int, sizes:
 
 
 def test_short_steps_are_measured_in_bursts_where_that_costs_the_job_something() -> None:
-    def planned(step_s: float, launch_share: float | None) -> RestPlan | None:
-        return plan(steps=400, calls=800, step_s=step_s, scaler=False, launch_share=launch_share)
+    def planned(step_s: float, launch_share: float | None, steps: int = 400) -> RestPlan | None:
+        return plan(steps=steps, calls=2 * steps, step_s=step_s, scaler=False, launch_share=launch_share)
 
     assert planned(0.003, None) == RestPlan(measured_calls=32, rested_calls=992)
+    assert planned(0.003, None, steps=10_000) == RestPlan(measured_calls=32, rested_calls=2016)
     assert planned(0.006, None) is None
     assert planned(0.006, launch_share=0.3) == RestPlan(measured_calls=32, rested_calls=224)
     assert planned(0.003, launch_share=0.01) == RestPlan(measured_calls=32, rested_calls=992)

@@ -228,6 +228,8 @@ MEASURE_ALL_FIRST = 300
 SHORT_STEP_S, SHORT_STEP_ON_GPU_S, RESTED_STEPS = 0.005, 0.010, 112
 LAUNCH_LIMITED = 0.04
 VERY_SHORT_STEP_S, RESTED_STEPS_VERY_SHORT = 0.004, 496
+# After so many steps the usual one is well known.
+MANY_STEPS, RESTED_AFTER_MANY_STEPS = 10_000, 1008
 # A wait for data longer than this is booked even at rest.
 LONG_WAIT_NS = 2_000_000
 # So is a step that takes longer than this: it did something that the others do not.
@@ -308,5 +310,7 @@ def plan(steps: int, calls: int, step_s: float, scaler: bool, launch_share: floa
         short_s = SHORT_STEP_ON_GPU_S if launch_share > LAUNCH_LIMITED else VERY_SHORT_STEP_S
     if steps < MEASURE_ALL_FIRST or step_s > short_s or scaler or calls % steps:
         return None
-    rested = RESTED_STEPS_VERY_SHORT if step_s < VERY_SHORT_STEP_S else RESTED_STEPS
+    rested = RESTED_STEPS
+    if step_s < VERY_SHORT_STEP_S:
+        rested = RESTED_STEPS_VERY_SHORT if steps < MANY_STEPS else RESTED_AFTER_MANY_STEPS
     return RestPlan(MEASURED_STEPS * (calls // steps), rested * (calls // steps))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
+import pickle
 import socket
 import statistics
 import sys
@@ -23,7 +23,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from fulltilt import store
 from fulltilt.recorder.interpreter_lock import LockTurns, cpu_clock, cpu_times_s, wake_on_time
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, stack_of, view_of
 from fulltilt.recorder.user_code import leave_out_ours
@@ -112,7 +111,7 @@ class Mailbox:
                 data = self._receiving.recv(LARGEST_DATAGRAM)
             except (BlockingIOError, InterruptedError, OSError):
                 return
-            yield store.decode(WorkerMessage, json.loads(data))
+            yield pickle.loads(data)  # nobody but the job's own processes can have sent it
 
 
 Number = TypeVar("Number", int, float)
@@ -227,7 +226,7 @@ class FetchMeter:
             data=self._files.take(),
         )
         with contextlib.suppress(OSError):
-            self._socket.send(json.dumps(store.encode(message), separators=(",", ":")).encode())
+            self._socket.send(pickle.dumps(message))
 
 
 class FilesRead:
