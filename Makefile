@@ -21,8 +21,9 @@ lint: setup
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
+# Two processes of two OpenMP threads each on two cores: who waits for another thread must not keep a core busy.
 test: lint
-	$(RUN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not slow and not quiet"
+	OMP_WAIT_POLICY=passive $(RUN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not slow and not quiet"
 	$(RUN)/python -m pytest -m "quiet and not gpu and not slow"
 
 # All jobs with a known cause, one by one, alone on the machine. About twelve minutes.
