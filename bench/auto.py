@@ -157,7 +157,8 @@ def measured(job: str, workers: int, seconds: float, folder: Path, small: bool, 
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"rate"')]
     if not lines:
         raise RuntimeError(done.stderr[-2000:])
-    told = [line for line in done.stderr.splitlines() if "--auto" in line or "workers" in line]
+    whole = done.stderr.replace("\n  ", " ")  # a long line goes on below, two spaces in
+    told = [line for line in whole.splitlines() if "--auto" in line or "workers" in line]
     return {**json.loads(lines[-1]), **({"told": told[:4]} if tuned else {})}
 
 

@@ -17,6 +17,7 @@ from fulltilt import store
 from fulltilt.cli.main import main
 from fulltilt.cli.run import end_run
 from fulltilt.errors import RunFolderError
+from fulltilt.figures import one_line
 from tests.report import examples
 
 PLAIN = [sys.executable]
@@ -252,7 +253,7 @@ def test_a_mistake_of_ours_changes_neither_the_job_nor_its_exit_code(tmp_path: P
     done = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (5, "1\n")
     assert "Traceback" not in done.stderr
-    assert told in done.stderr
+    assert told in one_line(done.stderr)
     assert state(tmp_path)["exit_code"] == 5
 
 
@@ -261,7 +262,7 @@ def test_a_script_that_ends_with_143_was_not_killed(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(TRAINS.format(epochs=2, after="pass") + "raise SystemExit(143)")
     done = run([*OBSERVED, "job.py"], tmp_path)
     assert (done.returncode, state(tmp_path)["state"]) == (143, "crashed")
-    assert "the script ended with exit code 143 after 16 steps" in done.stderr
+    assert "the script ended with exit code 143 after 16 steps" in one_line(done.stderr)
 
 
 def test_a_job_that_goes_into_the_background_is_told_of(tmp_path: Path) -> None:
@@ -289,7 +290,7 @@ def test_the_verdict_is_told_where_it_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(TRAINS.format(epochs=2, after="__import__('time').sleep(0.8)"))
     done = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 0
-    assert "the script's own code takes 9" in done.stderr
+    assert "the script's own code takes 9" in one_line(done.stderr)
     assert done.stderr.endswith("fulltilt: cannot write run/findings.json: No space left on device\n")
     assert "report:" not in done.stderr
 
@@ -303,7 +304,9 @@ def test_a_job_whose_process_the_kernel_killed_for_memory_says_so(tmp_path: Path
     )
     done = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "exit code 1 before its first training step, and the kernel killed 1 process for lack" in done.stderr
+    assert "exit code 1 before its first training step, and the kernel killed 1 process for lack" in one_line(
+        done.stderr
+    )
     assert state(tmp_path)["oom_kills"] == 1
 
 
@@ -422,7 +425,7 @@ def test_settings_are_put_in_force(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fulltilt", "run", "--out", "run", "--settings", "s.json", "job.py"]
     done = run(command, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "workers that persist (--settings) later epochs are shuffled differently" in done.stderr
+    assert "workers that persist (--settings) later epochs are shuffled differently" in one_line(done.stderr)
     (loader,) = json.loads((tmp_path / "run" / "rank-0.json").read_text())["loaders"]
     assert (loader["num_workers"], loader["prefetch_factor"], loader["persistent_workers"]) == (2, 3, True)
     assert loader["batch_size"] == 8

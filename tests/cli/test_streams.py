@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fulltilt.cli.streams import StatusBar, tell_of_flags, wrapped
-from fulltilt.report.console import NOTEBOOK_VARIABLES
+from fulltilt.cli.streams import StatusBar, tell_of_flags, tell_wrapped, wrapped
+from fulltilt.report.console import NOTEBOOK_VARIABLES, PIPED_COLUMNS, open_console
 
 
 @pytest.mark.parametrize(
@@ -64,3 +64,18 @@ def test_a_line_for_the_terminal_hangs_below_its_beginning() -> None:
     assert rows == ["  1. Data loading: no workers (80 %): Set", "     num_workers=5 at train.py:45"]
     assert wrapped("80 % of it waits for data", 20) == ["80 % of it waits for data"]
     assert wrapped("", 80) == [""]
+
+
+def test_no_line_of_a_log_is_longer_than_its_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of 700 characters stood in the logs of jobs."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    said = f"fulltilt: {'a job waits for data ' * 20}".rstrip()
+    tell_wrapped(said)
+    open_console().print("a job waits for data " * 20)
+    printed = capsys.readouterr()
+    rows = printed.err.splitlines()
+    assert "\n".join(rows).replace("\n  ", " ") == said  # so does bench/auto.py read it
+    assert all(90 < len(row) <= PIPED_COLUMNS for row in rows[:-1])
+    assert 80 < max(map(len, printed.out.splitlines())) <= PIPED_COLUMNS

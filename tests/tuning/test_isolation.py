@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fulltilt.figures import one_line
 from fulltilt.tuning.space import Space
 from fulltilt.tuning.study import Study
 from fulltilt.tuning.trial import isolation
@@ -291,7 +292,7 @@ def test_tuning_a_destructive_script_changes_nothing(as_user: bool, job: Path) -
     before = state(job.parent)
     done = tune(job, None, as_user=as_user)
     assert done.returncode == 0, done.stderr
-    assert "trials change none of your files" in done.stderr
+    assert "trials change none of your files" in one_line(done.stderr)
     assert "trial 1: start:" in done.stdout + done.stderr
     assert state(job.parent) == before
     assert not Path("/dev/shm/fulltilt-test-segment").exists()
@@ -305,7 +306,7 @@ def test_without_namespaces_saves_are_redirected_and_other_writes_refused(job: P
     before = state(job.parent)
     done = tune(job, "landlock")
     assert done.returncode == 0, done.stderr
-    assert "trials may write into their scratch folder only (Landlock)" in done.stderr
+    assert "trials may write into their scratch folder only (Landlock)" in one_line(done.stderr)
     assert state(job.parent) == before
     script.write_text(destructive.partition("chmod")[0] + '", shell=True)\nopen("data.npy", "w")\n' + TRAINING)
     before = state(job.parent)
@@ -326,6 +327,6 @@ def test_in_place_trials_change_the_files_themselves(job: Path) -> None:
     assert not (job / "study").exists()
     done = tune(job, None, "--in-place")
     assert done.returncode == 0, done.stderr
-    assert "trials run in place (--in-place)" in done.stderr
+    assert "trials run in place (--in-place)" in one_line(done.stderr)
     assert (job / "data.npy").read_text() == "new"
     assert (job / "model.pt").exists()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fulltilt import store
+from fulltilt.figures import one_line
 from tests.zoo.catalogue import CATALOGUE, ZOO, Specimen
 from tests.zoo.observation import CPUS, observe
 
@@ -54,7 +55,7 @@ def test_a_starved_job_waits_at_most_half_as_long_and_ends_with_the_same_weights
     run = [sys.executable, "-m", "fulltilt", "run", "--auto", "--out", str(tmp_path / "run"), *job]
     auto = subprocess.run(run, capture_output=True, text=True, check=True)
     assert auto.stdout == plain.stdout
-    assert "live tuning: num_workers 0 →" in auto.stderr
+    assert "live tuning: num_workers 0 →" in one_line(auto.stderr)
     (live,) = store.load(tmp_path / "run").ranks[0].live
     before_s = live.before_wait_share / live.before_batches_per_s
     assert live.wait_share / live.batches_per_s <= before_s / 2

@@ -75,9 +75,8 @@ class Steps:
         self._console.print(Text(line, style="bold"))
 
     def tell(self, text: str) -> None:
-        """What a step found, below it; on one line where there is no terminal, as in a log."""
-        rows = wrapped(f"   {clean(text)}", self._console.width) if self._console.is_terminal else [f"   {clean(text)}"]
-        for row in rows:
+        """What a step found, below it."""
+        for row in wrapped(f"   {clean(text)}", self._console.width):
             self._console.print(Text(row), soft_wrap=True)
 
     def fulltilt(self, *arguments: object, quietly: bool = False) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from fulltilt.report.console import can_redraw, let_print
+from fulltilt.report.console import PIPED_COLUMNS, can_redraw, let_print
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -74,20 +74,18 @@ def examples(*commands: str) -> str:
 
 
 def tell_wrapped(line: str, *, bold: bool = False) -> None:
-    """Like ``tell``; on a terminal the line is wrapped at words and hangs below its beginning. A log has it whole."""
-    if not sys.stderr.isatty():
-        tell(line)
-        return
+    """Like ``tell``; the line is wrapped at words and hangs below its beginning, in a log at ``PIPED_COLUMNS``."""
     from fulltilt.figures import clean
 
-    bold = bold and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-    for row in wrapped(clean(line), shutil.get_terminal_size().columns):
+    seen = sys.stderr.isatty()
+    bold = bold and seen and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    for row in wrapped(clean(line), shutil.get_terminal_size().columns if seen else PIPED_COLUMNS + 1):
         print(f"\x1b[1m{row}\x1b[0m" if bold else row, file=sys.stderr, flush=True)
 
 
 def wrapped(line: str, columns: int) -> list[str]:
-    """The rows of a line: ``  1. Data loading: …`` goes on below ``Data``."""
-    beginning = len(line) - len(line.lstrip(" 0123456789.")) if line.startswith(" ") else 0
+    """The rows of a line: ``  1. Data loading: …`` goes on below ``Data``, any other two spaces in."""
+    beginning = len(line) - len(line.lstrip(" 0123456789.")) if line.startswith(" ") else 2
     rows = textwrap.wrap(
         line, max(columns - 1, 30), subsequent_indent=" " * beginning, break_long_words=False, break_on_hyphens=False
     )

@@ -62,6 +62,8 @@ codecs.register_error(ERRORS, _plainly)
 
 # --------------------------------------------------------------------------- consoles
 
+# A line of what is not printed on a terminal: logs are read in windows of about this width, and in editors.
+PIPED_COLUMNS = 100
 # Set in all that the cells of Jupyter, Colab and Kaggle start.
 NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "COLAB_RELEASE_TAG", "COLAB_GPU", "KAGGLE_KERNEL_RUN_TYPE")
 
@@ -102,4 +104,7 @@ def open_console(*, follows_window: bool = False, goes_on: bool = False) -> Cons
     fixed = ("COLUMNS", "LINES") if follows_window else ()
     environ = {name: value for name, value in os.environ.items() if name not in fixed}
     kind = _Heedless if goes_on else _Piped
-    return kind(highlight=False, emoji=False, markup=False, _environ=environ)
+    console = kind(highlight=False, emoji=False, markup=False, _environ=environ)
+    if not console.is_terminal and "COLUMNS" not in environ:
+        console.width = PIPED_COLUMNS
+    return console
