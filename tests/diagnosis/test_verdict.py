@@ -4,10 +4,21 @@ from typing import Any
 import pytest
 
 from fulltilt.diagnosis import answer, diagnose
+from fulltilt.diagnosis.evidence import gather
 from fulltilt.diagnosis.findings import expected, ordered
 from fulltilt.diagnosis.rules import RULES
 from fulltilt.diagnosis.verdict import WORDS
-from fulltilt.records import Buckets, Finding, FindingCode, HotLine, LoaderRecord, Settings, Span
+from fulltilt.records import (
+    Buckets,
+    Finding,
+    FindingCode,
+    HotLine,
+    LoaderRecord,
+    RankRecord,
+    Settings,
+    Span,
+    ThreadRecord,
+)
 from tests.diagnosis.examples import gpu, gpu_rank, host, loader, machine, rank, run_of, sampled, spans_of, workers
 
 STOPPED = {"state": "crashed", "exit_code": None, "ended_by": "StoppedEarly"}
@@ -25,6 +36,31 @@ def test_what_workers_take_from_compute_on_the_same_cpus_is_gained_as_well() -> 
     assert "; at least 2.3 × as fast without it" in told.verdict.sentence
     on_gpu = answer(run_of(gpu_rank(loaders=crowded.loaders, workers=crowded.workers), data_wait=57.0, compute=43.0))
     assert "; at most 2.3 × as fast without it" in on_gpu.verdict.sentence
+    # Taking turns with it on one thread, loading leaves compute nothing but the time.
+    serial = rank(loaders=(loader(wait_s=57.0, wait_cpu_s=56.0),), workers=(workers(process_cpu_s=56.0),))
+    told = answer(run_of(serial, on=machine(2.0), data_wait=57.0, compute=43.0))
+    assert "; at most 2.3 × as fast without it" in told.verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("trained", "bound"),
+    [
+        (rank(loaders=(loader(num_workers=2),), workers=(workers(process_cpu_s=10.0),)), "about"),
+        (rank(loaders=(loader(num_workers=2),), workers=(workers(process_cpu_s=1.0),)), "at most"),
+        (gpu_rank(loaders=(loader(num_workers=2),), workers=(workers(process_cpu_s=80.0),)), "at most"),
+        (gpu_rank(threads=(ThreadRecord("read", 40.0),)), "about"),
+        (gpu_rank(cpu_wait_s=9.0), "about"),
+    ],
+)
+def test_a_gain_is_no_bound_where_loading_slows_compute(trained: RankRecord, bound: str) -> None:
+    """Without what shares its CPUs, or the interpreter lock, compute is faster than it was measured."""
+    assert gather(run_of(trained, on=machine(2.0), data_wait=50.0, host_code=10.0, compute=40.0)).bound == bound
+
+
+def test_an_estimate_is_not_told_as_a_bound() -> None:
+    told = answer(run_of(rank(threads=(ThreadRecord("read", 60.0),), off_cpu_s=60.0), compute=100.0))
+    assert told.verdict.code == "gil_contended"
+    assert "; at best about 2.5 × as fast without it" in told.verdict.sentence
 
 
 def test_there_is_one_rule_for_each_code_named_like_it() -> None:
@@ -88,7 +124,7 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
             "training gets 320 samples/s, the GPU could take 842.",
         ),
         (
-            run_of(rank(loaders=(loader(wait_s=62.0),)), data_wait=62.0, compute=38.0),
+            run_of(rank(loaders=(loader(wait_s=62.0, wait_cpu_s=60.0),)), data_wait=62.0, compute=38.0),
             "input_serial",
             "Data loading, no workers: training waits for data in 62 % of the time after start-up; at most 2.6 × as "
             "fast without it: "
@@ -97,8 +133,8 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
         (  # the rate of the whole run, which stands beside it in every report, is 278
             run_of(rank(loaders=(loader(wait_s=62.0),)), data_wait=62.0, compute=38.0, validation=15.0),
             "input_serial",
-            "Data loading, no workers: training waits for data in 54 % of the time after start-up; at most 2.2 × as "
-            "fast without it: "
+            "Data loading, no workers: training waits for data in 54 % of the time after start-up, where the fetch "
+            "itself waits, does not compute; at most 2.2 × as fast without it: "
             "between validations and saves training gets 320 samples/s, compute could take 842.",
         ),
         (  # validation beside it: the loader gives what it gives, but there is less to gain

@@ -122,7 +122,22 @@ class Evidence:
     @property
     def crowded_by_workers(self) -> bool:
         """Whether the job computes on CPUs of which its workers take a good part."""
-        return not self.on_gpu and self.workers_share >= LIMITS.loading_cpu_share
+        staffed = self.loader is not None and self.loader.num_workers > 0  # otherwise the two take turns
+        return staffed and not self.on_gpu and self.workers_share >= LIMITS.loading_cpu_share
+
+    @property
+    def bound(self) -> str:
+        """What the gain without loading is by the time that training waits: ``at most``, ``about`` or ``at least``.
+
+        Loading that takes CPUs or the interpreter lock from compute leaves it those as well. Of workers that take a
+        good part of the CPUs, only the wait is counted.
+        """
+        if self.crowded_by_workers:
+            return "at least"
+        staffed = self.loader is not None and self.loader.num_workers > 0
+        beside = staffed and not self.on_gpu and self.workers_share >= LIMITS.beside_compute_share
+        without_cpu = self.share(self.contended_s) >= LIMITS.launch_contended_share
+        return "about" if beside or without_cpu or self.busy_threads else "at most"
 
     @property
     def contended_s(self) -> float:

@@ -137,6 +137,11 @@ class Supply:
         """What one worker (the training thread at 0 workers) can give."""
         return self.samples_per_batch / self.batch_s
 
+    @property
+    def waits(self) -> bool:
+        """Whether fetching mostly waits (for a disk, a network, a sleep): it neither computes nor lacks a CPU."""
+        return self.busy_share is not None and self.busy_share < LIMITS.cpu_bound_share
+
 
 def sampling_share(loader: LoaderRecord) -> float:
     """How much of the wait for a loader's batches is its sampler, as looks at the training thread saw it."""

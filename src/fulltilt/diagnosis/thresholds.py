@@ -75,6 +75,7 @@ class Thresholds:
     crowded_cpus: float = 2.0  # workers and threads for each usable CPU from which queueing is their own doing
     no_cpu_free: float = 0.9  # of all CPUs in use, on average: nobody finds a free one
     loading_cpu_share: float = 0.15  # of the CPUs that a job computes on: without it compute has a fifth more
+    beside_compute_share: float = 0.02  # of the CPUs: what workers take is then more than the error of a rate
     others_share: float = 0.4  # of the CPUs that the job may use: from there on others make it queue
 
     # -- what to expect from a change

@@ -43,9 +43,10 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
 _DATA_WAIT = "{trainee} waits for data in {share}{gain}"
 
 # A finding's code in the words of the field, and the sentence behind them; {share} is of the time after start-up.
-# Where there is no template the sentence is put together below.
+# {win} is a bound: the time that is counted goes away, and no other. {guess} is none: what else it slows is not
+# counted, or it does not go away altogether. Where there is no template the sentence is put together below.
 WORDS: dict[str, tuple[str, str | None]] = {
-    "input_serial": ("Data loading: no workers", _DATA_WAIT),
+    "input_serial": ("Data loading: no workers", "{trainee} waits for data in {share}{idle}{gain}"),
     "input_cpu_bound": ("Data loading: CPU-bound", _DATA_WAIT),
     "input_io_bound": ("Data loading: I/O-bound", _DATA_WAIT),
     "slow_storage": ("Data loading: slow storage", "{trainee} waits for data in {share}{win}"),
@@ -62,10 +63,10 @@ WORDS: dict[str, tuple[str, str | None]] = {
     ),
     "launch_bound": ("Launch-bound", "the GPU is idle between kernels in {share}{win}"),
     "batch_too_small": ("Batch too small", "it does not fill the GPU{win}"),
-    "precision_unused": ("Tensor cores unused", "the model computes in float32{win}"),
+    "precision_unused": ("Tensor cores unused", "the model computes in float32{guess}"),
     "free_switches": ("Free switches unused", "{fact}{win}"),
     "padding_waste": ("Padding", "{fact}{win}"),
-    "slowing_down": ("Slowing down", "{fact}{place}{win}"),
+    "slowing_down": ("Slowing down", "{fact}{place}{guess}"),
     "host_code": ("Python code in the training loop", "the script's own code takes {share}{place}{win}"),
     "recompiling": ("Recompilation", "{fact}{place}{win}"),
     "gc_pauses": ("Garbage collection", "Python's collector holds the training up in {share}{place}{win}"),
@@ -73,15 +74,15 @@ WORDS: dict[str, tuple[str, str | None]] = {
     "checkpoint_stall": ("Blocking checkpoints", "training stands still for them in {share}{place}{most}"),
     "memory_pressure": ("Memory pressure", "{fact}"),
     "worker_memory_growth": ("Worker memory growth", "{fact}"),
-    "cpu_affinity": ("CPU affinity", "{fact}{win}"),
-    "launch_contended": ("No CPU to launch on", "{fact}{win}"),
-    "gil_contended": ("GIL contention", "{fact}{win}"),
-    "cpu_oversubscribed": ("CPU oversubscribed", "{fact} and slow each other down{win}"),
+    "cpu_affinity": ("CPU affinity", "{fact}{guess}"),
+    "launch_contended": ("No CPU to launch on", "{fact}{guess}"),
+    "gil_contended": ("GIL contention", "{fact}{guess}"),
+    "cpu_oversubscribed": ("CPU oversubscribed", "{fact} and slow each other down{guess}"),
     "shm_small": ("Shared memory too small", "{fact}"),
     "throttled": ("GPU throttled", "{fact}{win}"),
-    "gpu_shared": ("GPU shared", "{fact}{win}"),
+    "gpu_shared": ("GPU shared", "{fact}{guess}"),
     "straggler": ("Straggler", "{fact}{win}"),
-    "communication_bound": ("Communication-bound", "{exchange} takes {share}{win}"),
+    "communication_bound": ("Communication-bound", "{exchange} takes {share}{guess}"),
     "find_unused_parameters": ("Needless search for unused parameters", "{fact}"),
     "compute_bound": ("Compute-bound", None),
     "no_steps": ("No training steps", None),
@@ -115,6 +116,8 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
         place=f" ({finding.where})" if finding.where else "",
         most=most,  # what comes more rarely does not go away
         win=f"{most} without it" if most else "",
+        guess=f"; at best about {times(predicted[1])} as fast without it" if predicted and predicted[1] > 1 else "",
+        idle=_idle(evidence) if words == title("input_serial") else "",
         trainee="the GPU" if evidence.on_gpu else "training",
         exchange="gathering parameters" if evidence.rank.sharded else "exchanging gradients",
         passes=count("pass", evidence.loader.passes) if evidence.loader else "passes",
@@ -124,14 +127,12 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
 
 
 def _gain(evidence: Evidence, share: float) -> str:
-    """How much there is to gain when training no longer waits for data: at most that on a GPU.
+    """How much there is to gain when training no longer waits for data.
 
-    Workers that computed where the training computes would leave it their CPUs as well.
     The rate of a run under live tuning is that of no settings in particular: its gain is told by what was tried.
     """
     if evidence.live is not None and evidence.live.moves:
         return ""
-    bound = "at least" if evidence.crowded_by_workers else "at most"
     rate, ceiling = rate_while_drawing(evidence.run), evidence.ceilings.compute_samples_per_s
     if rate and ceiling and ceiling > rate:
         taker = "the GPU" if evidence.on_gpu else "compute"
@@ -140,8 +141,14 @@ def _gain(evidence: Evidence, share: float) -> str:
         when = "between validations and saves " if pauses else ""
         most = times(min(ceiling / rate, amdahl(share)))
         rates = f"{when}training gets {number(rate)} samples/s, {taker} could take {number(ceiling)}"
-        return f"; {bound} {most} as fast without it: {rates}"
-    return f"; {bound} {times(amdahl(share))} as fast without it"
+        return f"; {evidence.bound} {most} as fast without it: {rates}"
+    return f"; {evidence.bound} {times(amdahl(share))} as fast without it"
+
+
+def _idle(evidence: Evidence) -> str:
+    """That what the training thread fetches by itself keeps it waiting, and not computing."""
+    waits = evidence.supply is not None and evidence.supply.waits
+    return ", where the fetch itself waits, does not compute" if waits else ""
 
 
 def _compute_bound(evidence: Evidence, share: float) -> str:

@@ -85,6 +85,9 @@ def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
 
 
 def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
+    if evidence.supply is not None and evidence.supply.waits and plan.advised > evidence.usable_cpus:
+        more = "" if plan.needed <= plan.advised else f", and {plan.needed} would hide all of it"
+        return f"workers that wait take next to no CPU: there may be more than the {cpus(evidence.usable_cpus)}{more}"
     room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
     if plan.needed <= plan.allowed:
         return f"{count('worker', plan.needed)} would hide it; {room}"
@@ -144,6 +147,7 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
         facts.append(
             f"{how}: a batch takes {seconds(supply.batch_s)}, {percent(supply.batch_cpu_s / supply.batch_s)} on the CPU"
             + (f", {percent(queueing)} waiting for a CPU" if queueing >= LIMITS.warn_share else "")
+            + (": the fetch waits, does not compute" if supply.waits else "")
         )
     if line and loader.wait_s > 0:
         facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")

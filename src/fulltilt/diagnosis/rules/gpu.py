@@ -210,8 +210,9 @@ def compute_bound(evidence: Evidence) -> Judgement:
     facts = [time_spent(evidence, "compute", compute_s)]
     reached = evidence.share_of_ceiling
     if reached is not None and evidence.ceilings.compute_samples_per_s and evidence.throughput.samples_per_s:
+        bound = "at most" if evidence.bound == "at most" else "about"  # a ceiling measured beside loading is too low
         facts.append(
-            f"{number(evidence.throughput.samples_per_s)} of at most "
+            f"{number(evidence.throughput.samples_per_s)} of {bound} "
             f"{number(evidence.ceilings.compute_samples_per_s)} samples/s: {percent(reached)} of the compute ceiling"
         )
     if words := gpu_step_words(evidence.run):

@@ -69,7 +69,7 @@ def _delivered_by_loader(evidence: Evidence) -> float | None:
 def unplanned_workers(evidence: Evidence) -> int:
     """The workers to begin with where there is no plan: a CPU for each, or more where fetching mostly waits."""
     supply = evidence.supply
-    if supply is not None and supply.busy_share is not None and supply.busy_share < LIMITS.cpu_bound_share:
+    if supply is not None and supply.waits:
         return max(round(LIMITS.waiting_workers_per_cpu * evidence.usable_cpus), 1)
     return max(int(evidence.usable_cpus) - 1, 1)
 
