@@ -273,6 +273,31 @@ def test_what_the_budget_cuts_off_is_no_result_and_its_pair_is_made_anew(
     assert won.candidate == Settings(num_workers=2)
 
 
+def test_a_budget_too_small_is_told_after_the_first_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was told at the end only, that the time was over."""
+    monkeypatch.chdir(tmp_path)
+
+    def measure(_study: Study, attempt: Attempt, limit_s: float, _tick: object) -> Trial:
+        forced = replace(attempt.settings, num_workers=attempt.settings.num_workers or 0)
+        figures = (100.0, 99.0, 101.0)
+        return Trial(
+            attempt.settings, "ok", *figures, purpose=attempt.purpose, in_force=forced, data_wait_share=0.8, wall_s=40.0
+        )
+
+    monkeypatch.setattr(Study, "measure", measure)
+    for budget_s, told in ((100.0, True), (130.0, False)):
+        monkeypatch.setattr(study_module, "next_attempt", lambda trials, _space: searched(trials))
+        out = tmp_path / str(budget_s)
+        conduct(["train.py"], ["python", "train.py"], out, frozenset(), IN_PLACE, budget_s, None, False)
+        said = capsys.readouterr().err.replace("\n  ", " ").splitlines()
+        place = next(place for place, line in enumerate(said) if line.startswith("fulltilt: trial 1: start"))
+        warned = "this trial took 40 s, and what is left of the budget (1 min 40 s)" in said[place + 1]
+        assert warned == told
+        assert ("--budget 4m would do" in said[place + 1]) == told
+
+
 def searched(trials: Sequence[Trial]) -> Attempt | None:
     asked: list[tuple[Settings, Literal["start", "search"]]] = [
         (Settings(), "start"),

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -51,7 +52,7 @@ from fulltilt.tuning.space import (
     rid_of_none,
     streams_alone,
 )
-from fulltilt.tuning.study import Study, StudyRecord, next_step
+from fulltilt.tuning.study import Study, StudyRecord, least_budget_s, next_step
 from fulltilt.tuning.trial.isolation import Isolation, choose
 from fulltilt.tuning.verification import Comparison, winner
 
@@ -158,6 +159,7 @@ def conduct(
     """Run a study and print what it found. Returns 0, or 3 when it was stopped early; raises when nothing was found."""
     space = Space(cpu_capacity().usable, allow, int(TRIAL_MEMORY * memory_headroom_bytes()))
     bar = StatusBar(sys.stderr)
+    ends_s = time.monotonic() + budget_s
     study = Study(arguments, command, folder, space, isolation, trial_limit_s, _say)
     _say(isolation.sentence)
     if study.trials:
@@ -173,6 +175,13 @@ def conduct(
 
     def tried(trial: Trial) -> None:
         _say(trial_line(len(study.trials), trial, best_of(study.trials)))
+        left_s = ends_s - time.monotonic()
+        if trial.purpose == "start" and (needed_s := least_budget_s(study.trials, study.space, left_s)) is not None:
+            _say(
+                f"this trial took {seconds(trial.wall_s)}, and what is left of the budget "
+                f"({seconds(max(left_s, 0.0))}) is too little to try a change and verify it with one pair of trials; "
+                f"--budget {math.ceil(needed_s / 60)}m would do"
+            )
 
     stopped = False
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C

@@ -29,7 +29,7 @@ from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
 from fulltilt.tuning.trial.outcome import conclude
 from fulltilt.tuning.trial.run_trial import SCRATCH, recipe_flags, run_trial
 from fulltilt.tuning.trial.throughput import ANSWER_FILE, Answer, Assignment, Patience
-from fulltilt.tuning.verification import next_verification, pairs_to_keep
+from fulltilt.tuning.verification import LEAST_PAIRS, next_verification, pairs_to_keep
 
 KIND = "study"
 STUDY_FILE = "study.json"
@@ -212,6 +212,17 @@ def next_step(trials: Sequence[Trial], space: Space, left_s: float) -> Attempt |
     if attempt is None and left_s >= typical_s:
         attempt = next_verification(trials)
     return attempt
+
+
+def least_budget_s(trials: Sequence[Trial], space: Space, left_s: float) -> float | None:
+    """The budget that a first answer takes, where the start was measured and too little is left of it; else None.
+
+    Too little is less than a candidate and one pair that verifies it; two pairs verify most of them.
+    """
+    start = start_of(trials)
+    if start is None or start.wall_s is None or next_attempt(trials, space) is None:
+        return None
+    return (2 + 2 * LEAST_PAIRS) * start.wall_s if left_s < (1 + 2) * start.wall_s else None
 
 
 def time_limit_s(trials: Sequence[Trial], left_s: float, asked_s: float | None) -> float:
