@@ -214,6 +214,22 @@ def test_serial_loading_that_has_no_cpu_is_not_taken_for_waiting() -> None:
     assert finding.predicted_speedup[0] == 1.0
 
 
+def test_what_a_library_does_for_each_sample_stands_beside_its_line() -> None:
+    line = HotLine("data.py:9", "D.__getitem__", 55.0, "self.x[i]", inside="h5py/_hl/dataset.py:Dataset.__getitem__")
+    chunks = '"x": gzip, chunks of 256 × 64, 64 KiB'
+    told = '. self.x[i] at data.py:9 reads HDF5, which decompresses all chunks that a read touches ("x": gzip, chunks'
+    one = workers(fetch_s=62.0, lines=(line,), chunks=chunks, processes=0)
+    run = serial()
+    run = replace(run, ranks=(replace(run.ranks[0], workers=(one,)),))
+    fix = found(input_serial(gather(run))).fix
+    assert told in fix
+    assert "a batch has 32 samples): read as many rows at a time as a chunk has, " in fix
+    for cpus in (8.0, 1.0):  # more workers are advised, or a cheaper fetch
+        assert told in found(input_cpu_bound(gather(fed(workers(lines=(line,), chunks=chunks), cpus=cpus)))).fix
+    seldom = workers(lines=(replace(line, seconds=20.0),), chunks=chunks)
+    assert "HDF5" not in found(input_cpu_bound(gather(fed(seldom)))).fix
+
+
 def test_a_compute_heavy_cpu_job_leaves_the_loader_little() -> None:
     run = run_of(
         rank(torch_threads=2, loaders=(loader(wait_s=50.0, wait_cpu_s=50.0),)),

@@ -17,11 +17,13 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -138,6 +140,22 @@ def test_json_of_weights_is_the_users_line() -> None:
     assert share(views, "host") > 0.8
     line = work.__code__.co_firstlineno + 1
     assert any(view.where.endswith(f"test_frames.py:{line}") for view in views)
+
+
+def test_what_a_users_line_leads_to_is_the_function_called_and_the_innermost(tmp_path: Path) -> None:
+    weights = [float(i) for i in range(50_000)]
+    np.savez_compressed(tmp_path / "a.npz", x=np.random.default_rng(0).random(400_000))
+
+    def read() -> Any:
+        return np.load(tmp_path / "a.npz")["x"]
+
+    def most(work: Callable[[], Any]) -> str | None:
+        return Counter(view.inside for view in looks_at(work)).most_common(1)[0][0]
+
+    assert most(lambda: json.dumps(weights)) == "json/__init__.py:dumps"
+    assert str(most(read)).split()[0].endswith(":NpzFile.__getitem__")
+    assert str(most(read)).startswith("numpy/lib/")
+    assert most(lambda: sorted(weights)) is None
 
 
 def test_tolist_is_the_hosts_time_and_not_computation() -> None:

@@ -14,6 +14,17 @@ def test_of_several_calls_on_a_line_the_costliest_is_shown_with_what_it_does() -
     assert lines.top() == (HotLine("train.py:17", "main", 0.7, "time.sleep(.2)", False),)
 
 
+def test_a_line_tells_what_it_is_mostly_inside_of_whatever_its_calls() -> None:
+    lines = LineTimes()
+    lines.charge("data.py:9", "read", 0.3, "open(path)")
+    lines.charge("data.py:9", "read", 0.2, "load(file)", inside="PIL/ImageFile.py:load")
+    lines.charge("data.py:9", "read", 0.2, "crop(file)", inside="PIL/ImageFile.py:load")
+    again = LineTimes()
+    again.merge(lines.top())
+    for one in (lines, again):
+        assert one.top() == (HotLine("data.py:9", "read", 0.7, "open(path)", inside="PIL/ImageFile.py:load"),)
+
+
 def test_a_call_that_was_named_once_stays_named() -> None:
     lines = LineTimes()
     lines.charge("train.py:17", "main", 0.5)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.libraries import keeps_workers, loader_call
+from fulltilt.diagnosis.libraries import costly_call, keeps_workers, loader_call
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import number, percent, seconds
 from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
@@ -179,6 +179,17 @@ def fetching_line(evidence: Evidence) -> list[str]:
     if evidence.workers is None or (line := costliest_line(evidence)) is None:
         return []
     return [f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}"]
+
+
+def cheaper_call(evidence: Evidence, line: HotLine | None, whole_s: float) -> str:
+    """What a library does in the line that fetching spends much of ``whole_s`` in, and what to do; empty if unknown."""
+    known = costly_call(line) if line and line.seconds >= LIMITS.guilty_function_share * whole_s else None
+    if line is None or known is None:
+        return ""
+    chunks = evidence.workers.chunks if evidence.workers else None
+    batch = evidence.loader.batch_size if evidence.loader else None
+    stored = f" ({chunks}{f'; a batch has {batch} samples' if batch else ''})" if chunks else ", where it is compressed"
+    return f" {line.call or line.function}{at(line.where)} {known.does.format(chunks=stored)}: {known.instead}."
 
 
 def at(where: str | None) -> str:

@@ -6,6 +6,7 @@ To add a library, add an entry: its import name, and only what differs from plai
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -125,6 +126,106 @@ def library_of(line: HotLine | None) -> Library | None:
     """The library in whose own code a line stands, as paths are shown: nobody changes it there."""
     return LIBRARIES.get(line.where.partition("/")[0]) if line is not None else None
 
+
+# --------------------------------------------------------------------------- calls that make fetching expensive
+
+
+@dataclass(frozen=True, slots=True)
+class CostlyCall:
+    """A call of a library's that is costly where every sample makes one.
+
+    ``pattern`` is looked for in the line's function, the functions of libraries' that it is inside of, and its call,
+    one after the other; ``does`` says what makes it expensive, ``instead`` what to do.
+    """
+
+    pattern: re.Pattern[str]
+    does: str
+    instead: str
+
+    @staticmethod
+    def of(pattern: str, does: str, instead: str) -> CostlyCall:
+        """An entry of the table below."""
+        return CostlyCall(re.compile(pattern), does, instead)
+
+
+_MAPPED = "keep arrays as .npy, of which numpy.load(path, mmap_mode='r') reads only what is used"
+# The first that matches counts.
+COSTLY_CALLS = (
+    CostlyCall.of(
+        r"\b(h5py|tables)/",
+        "reads HDF5, which decompresses all chunks that a read touches{chunks}",
+        "read as many rows at a time as a chunk has, store it in chunks of what one sample reads (h5repack -l), or "
+        "draw batches from fulltilt.feed.hdf5, which reads whole chunks once",
+    ),
+    CostlyCall.of(
+        r"\bzarr/",
+        "reads Zarr: each read decompresses all chunks that it touches",
+        "read as many rows at a time as a chunk has, or store it in chunks of what one sample reads",
+    ),
+    CostlyCall.of(
+        r"\bPIL/(ImageFile|\w+ImagePlugin)\.py|\b(torchvision/io|skimage/io|imageio)/|\bcv2?\.im(read|decode)\(",
+        "decodes a whole image file for each sample",
+        "store the images once in the size that the training uses, keep the decoded ones (fulltilt.feed), or let JPEG "
+        "decode smaller (image.draft, cv2.IMREAD_REDUCED_COLOR_2)",
+    ),
+    CostlyCall.of(
+        r"\b(decord|torchcodec|av|torchvision/io/video)/|VideoCapture|VideoReader",
+        "decodes video, from the key frame before on, for each sample",
+        "cut it into short clips or frames once, or store it with more key frames",
+    ),
+    CostlyCall.of(
+        r"\b(librosa|soundfile|torchaudio|audioread|pydub)\b",
+        "decodes or resamples audio for each sample",
+        "store it once, decoded and at the rate that the training uses",
+    ),
+    CostlyCall.of(r"\bNpzFile\.", "unpacks a whole array of an .npz archive for each sample", _MAPPED),
+    CostlyCall.of(
+        r"\bpandas/io/|\bpd\.read_\w+\(|\bcsv\.py|\bnumpy/lib/\S*(loadtxt|genfromtxt)",
+        "parses a file for each sample",
+        f"parse it once, and {_MAPPED}",
+    ),
+    CostlyCall.of(
+        r"\bpandas/",
+        "takes a row out of a pandas table for each sample, some 0.05 ms each",
+        "convert the columns once, in __init__ (df['x'].to_numpy()), and index the arrays",
+    ),
+    CostlyCall.of(
+        r"\bjson/|\b(u|or)?json\.loads?\(|\byaml/|\bxml/",
+        "parses text for each sample",
+        f"parse it once, and {_MAPPED} (or Arrow files, for what is no array)",
+    ),
+    CostlyCall.of(
+        r"\b(pickle|joblib|dill)\.loads?\(|\bjoblib/|\btorch\.load\(",
+        "builds all objects of a pickled file for each sample",
+        f"{_MAPPED}, or tensors for torch.load(path, mmap=True)",
+    ),
+    CostlyCall.of(
+        r"^(?!\S*collate).*(\btransformers/tokenization|\b(tokenizers|sentencepiece|tiktoken)/"
+        r"|\b(tok|\w*[tT]okenizer)(\.(encode|tokenize)\w*)?\()",
+        "tokenizes one text at a time",
+        "give the tokenizer a list of texts, before the training (datasets.map(batched=True)) or in the collate_fn, so "
+        "that a fast one uses several CPUs",
+    ),
+    CostlyCall.of(
+        r"\b(gzip|bz2|lzma|zipfile|tarfile)\.py|\b(gzip|bz2|lzma|zlib)\.\w+\(",
+        "decompresses for each sample",
+        "unpack it once, or compress it by a fast method (lz4, zstd)",
+    ),
+    CostlyCall.of(
+        r"\b(requests|urllib3?|http|botocore|boto3|aiohttp|httpx|fsspec|s3fs|gcsfs)/",
+        "asks over the network for each sample, and waits for the answer",
+        "have more workers than CPUs, fetch several samples at once, or copy the data to a disk of this machine first",
+    ),
+)
+
+
+def costly_call(line: HotLine) -> CostlyCall | None:
+    """The entry for what a line of the fetching calls; None where there is none."""
+    text = f"{line.function} {line.inside or ''} {line.call or ''}"
+    return next((entry for entry in COSTLY_CALLS if entry.pattern.search(text)), None)
+
+
+# --------------------------------------------------------------------------- without a DataLoader
 
 # Where training draws from a library without a DataLoader: what makes several batches at once, beside the training.
 WITHOUT_LOADER = {

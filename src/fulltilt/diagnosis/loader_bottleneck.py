@@ -68,6 +68,7 @@ def _joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecor
         pss_bytes=_largest(records, "pss_bytes"),
         cpus=_largest(records, "cpus"),
         growth=records[-1].growth,
+        chunks=next((record.chunks for record in records if record.chunks), None),
         **{name: _sum(records, name) for name in _WORKER_SUMS},
     )
 

@@ -376,6 +376,7 @@ class RankState:
                         process_cpu_s=tap.wait_cpu_s,
                         read_bytes=None,
                         lines=lines.top(),
+                        chunks=tap.chunks,
                     )
                 )
         return tuple(found)

@@ -233,13 +233,18 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class HotLine:
-    """A line of code and the time it cost. ``where`` is ``file:line``, ``call`` the expression."""
+    """A line of code and the time it cost. ``where`` is ``file:line``, ``call`` the expression.
+
+    ``inside`` are the functions of libraries' that it was mostly in, the one it calls and the innermost, where not the
+    same: ``numpy/lib/_npyio_impl.py:NpzFile.__getitem__``.
+    """
 
     where: str
     function: str
     seconds: float
     call: str | None = None
     waits: bool = False  # for another thread or process
+    inside: str | None = None
 
     def __post_init__(self) -> None:
         if self.call is not None:
@@ -410,7 +415,8 @@ class WorkerRecord:
     """All workers of one loader on one rank together: what they did and which lines cost it.
 
     ``reads`` are their calls to read, ``read_bytes`` what of it came from storage; ``cpus``, those that any of them may
-    run on; ``data``, where the files lie that they read.
+    run on; ``data``, where the files lie that they read; ``chunks``, how the largest HDF5 data set is stored that the
+    data set has open, where it is compressed.
     """
 
     loader_id: int
@@ -430,6 +436,7 @@ class WorkerRecord:
     cpus: int | None = None
     growth: MemoryGrowthRecord | None = None
     data: StorageReading | None = None
+    chunks: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,18 @@
-"""What is in a batch, whatever its structure: how many samples, how many bytes, how much of it padding."""
+"""What is in a batch, whatever its structure: how many samples, how many bytes, how much of it padding.
+
+And how the HDF5 data sets are stored that it is read from.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
+
+from fulltilt.figures import size
 
 DEEPEST = 4
 WIDEST = 64
@@ -129,3 +138,38 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
     columns = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else (batch,)
     found = (getattr(column, "shape", None) for column in list(columns)[:WIDEST])
     return tuple(tuple(int(size) for size in shape) for shape in found if shape is not None)
+
+
+# --------------------------------------------------------------------------- HDF5
+
+
+def compressed_chunks(dataset: Any) -> str | None:
+    """How the HDF5 data set with the largest chunks is stored that ``dataset`` has open, where it is compressed.
+
+    On the thread that fetches: HDF5 lets one at a time in, and the observer would wait for a read.
+    """
+    h5py = sys.modules.get("h5py")
+    told, most = None, 0
+    with contextlib.suppress(Exception):  # it is the user's: what cannot be told is left out
+        for found in _hdf5_datasets(h5py, dataset, DEEPEST) if h5py is not None else ():
+            bytes_ = found.dtype.itemsize * math.prod(found.chunks or (0,))
+            if bytes_ > most and found.chunks[0] > 1 and found.id.get_create_plist().get_nfilters():
+                shape, kind = " × ".join(map(str, found.chunks)), found.compression or "compressed"
+                told, most = f'"{found.name.lstrip("/")}": {kind}, chunks of {shape}, {size(bytes_)}', bytes_
+    return told
+
+
+def _hdf5_datasets(h5py: Any, node: Any, depth: int) -> Iterator[Any]:
+    """The HDF5 data sets behind an object's attributes, in a file or group, or in a data set around others."""
+    if isinstance(node, h5py.Dataset):
+        yield node
+    elif depth:
+        children: Any = ()
+        if isinstance(node, h5py.Group):
+            children = (node[name] for name in islice(node, WIDEST)) if node else ()  # none in a file that is closed
+        elif isinstance(node, list | tuple | dict):
+            children = islice(node.values() if isinstance(node, dict) else node, DEEPEST)
+        elif hasattr(node, "__getitem__") or hasattr(node, "__iter__"):
+            children = vars(node).values() if hasattr(node, "__dict__") else ()
+        for child in children:
+            yield from _hdf5_datasets(h5py, child, depth - 1)

@@ -13,7 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fulltilt.recorder.loaders.batches import count_bytes, count_samples, kind_of, padding_share, shapes_of
+from fulltilt.recorder.loaders.batches import (
+    compressed_chunks,
+    count_bytes,
+    count_samples,
+    kind_of,
+    padding_share,
+    shapes_of,
+)
 from fulltilt.recorder.marks import Activity, BatchArrived, PassEnded, Point, WaitBegan
 from fulltilt.recorder.stacks.frames import LineTimes
 from fulltilt.recorder.steps import LONG_WAIT_NS
@@ -61,6 +68,7 @@ class LoaderTap:
     pickle_s: float = 0.0
     batch_bytes: int | None = None
     batch_kind: str | None = None
+    chunks: str | None = None
     shapes: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
     padding: float = 0.0
     padding_seen: int = 0
@@ -103,6 +111,7 @@ class LoaderTap:
         """Look into a batch: some of them are enough."""
         self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))
         self.batch_kind = self.batch_kind or kind_of(batch)
+        self.chunks = self.chunks or compressed_chunks(getattr(self.loader(), "dataset", None))
         if len(self.shapes) < MOST_SHAPES:
             self.shapes.add(shapes_of(batch))
         share = padding_share(batch)

@@ -24,6 +24,7 @@ from random import Random
 from typing import Any, TypeVar
 
 from fulltilt.recorder.interpreter_lock import LockTurns, cpu_clock, cpu_times_s, wake_on_time
+from fulltilt.recorder.loaders.batches import compressed_chunks
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, stack_of, view_of
 from fulltilt.recorder.user_code import leave_out_ours
 from fulltilt.records import HotLine, MemoryGrowthRecord, StorageReading, WorkerRecord
@@ -85,6 +86,7 @@ class WorkerMessage:
     cpus: tuple[int, ...] | None = None
     lines: tuple[HotLine, ...] = ()
     data: StorageReading | None = None
+    chunks: str | None = None
 
 
 class Mailbox:
@@ -143,6 +145,7 @@ class FetchMeter:
         self._memory: list[MemoryReading] = []
         self._pss_bytes: int | None = None
         self._files = FilesRead()
+        self._chunks: str | None = None
 
     def fetch(self, original: Callable[..., Any], *args: Any) -> Any:
         """One fetch, measured."""
@@ -153,6 +156,11 @@ class FetchMeter:
             return batch
         finally:
             self._spent, self._under_way = _plus(self._spent, began, self._clocks()), None
+
+    def look_at(self, dataset: Any) -> None:
+        """See how the data is stored: once, after the first batch, since a data set opens its files as it is asked."""
+        if self._batches == 1:
+            self._chunks = compressed_chunks(dataset)
 
     def _clocks(self) -> Clocks:
         cpu_s = time.thread_time() if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
@@ -224,6 +232,7 @@ class FetchMeter:
             cpus=allowed_cpus(),
             lines=self._lines.take(),
             data=self._files.take(),
+            chunks=self._chunks,
         )
         with contextlib.suppress(OSError):
             self._socket.send(pickle.dumps(message))
@@ -325,7 +334,9 @@ def _measure_fetches(meter: FetchMeter) -> None:
         unmeasured = kind.fetch
 
         def fetch(self: Any, index: Any, _unmeasured: Callable[..., Any] = unmeasured) -> Any:
-            return meter.fetch(_unmeasured, self, index)
+            batch = meter.fetch(_unmeasured, self, index)
+            meter.look_at(self.dataset)
+            return batch
 
         kind.fetch = fetch
 
@@ -346,6 +357,7 @@ class WorkerTotals:
         self._batches = 0
         self._read_in_pass: dict[int, int] = {}
         self._data: StorageReading | None = None
+        self._chunks: str | None = None
         self._lines = LineTimes()
         self._growth = LineGrowth(self._lines)
 
@@ -357,6 +369,7 @@ class WorkerTotals:
             fresh = message.read_bytes - ((before and before.read_bytes) or 0)
             self._read_in_pass[in_pass] = self._read_in_pass.get(in_pass, 0) + fresh
         self._data = self._data or message.data
+        self._chunks = self._chunks or message.chunks
         self._lines.merge(message.lines)
         self._growth.note(self._batches)
         self.last[message.pid] = replace(message, lines=())
@@ -385,6 +398,7 @@ class WorkerTotals:
             cpus=len(set().union(*cpus)) if cpus else None,
             growth=self._memory_growth(),
             data=self._data,
+            chunks=self._chunks,
         )
 
     def _memory_growth(self) -> MemoryGrowthRecord | None:

@@ -66,7 +66,7 @@ class StackView:
     ``of_training``: a model or an optimizer was called, and not some function of torch's alone. ``sampling``: a
     loader's sampler was at work. ``waits``: for another thread or process. ``drawn_from``: a generator of the user's
     that the training loop iterates: the line of the loop, the generator, the expression there. ``called_at``: the same
-    for a function of the user's that the loop calls.
+    for a function of the user's that the loop calls. ``inside``: functions of libraries' that the line led to.
     """
 
     kind: str
@@ -78,6 +78,7 @@ class StackView:
     waits: bool = False
     drawn_from: tuple[str, str, str | None] | None = None
     called_at: tuple[str, str, str | None] | None = None
+    inside: str | None = None
 
 
 def stack_of(thread_id: int) -> Stack | None:
@@ -151,6 +152,8 @@ def view_of(
     outside: Spot | None = None
     in_loop: Spot | None = None
     calling: Spot | None = None
+    called: Spot | None = None
+    inner: CodeType | None = None
     generator: int | None = None
     in_module = in_library_iterator = in_library_module = of_training = sampling = False
     special: str | None = None
@@ -159,6 +162,8 @@ def view_of(
         if code is inside:
             break
         who = owner(code.co_filename)
+        if user is None and who in ("site", "stdlib"):
+            called = spot
         if who == "torch_module":
             in_library_module = in_library_module or (not in_module and user is None and outside is not None)
             in_module = True
@@ -189,6 +194,8 @@ def view_of(
             if spot in loop_frames:
                 in_loop = in_loop or spot
             else:
+                if user is None and called is not None:
+                    inner = outside[0] if outside else called[0]
                 user = user or spot
                 calling = calling or (spot if code in loop else None)
             if code.co_name in SAVING or (code not in loop and _saves(code)):
@@ -215,7 +222,19 @@ def view_of(
     if kind == "host" and not in_module and calling is not None and calling is not spot:
         called_at = _shown(calling), calling[0].co_qualname, shown_at(*calling)
     of_line = _shown(spot), spot[0].co_qualname, shown_at(*spot)
-    return StackView(kind, *of_line, of_training, sampling, waits, drawn_from, called_at)
+    within = _within(called[0], inner) if called is not None and inner is not None else None
+    return StackView(kind, *of_line, of_training, sampling, waits, drawn_from, called_at, within)
+
+
+@lru_cache(REMEMBERED)
+def _within(called: CodeType, inner: CodeType) -> str:
+    """The function of a library's that is called, and the innermost one: ``json/__init__.py:load``."""
+    shown = []
+    for code in dict.fromkeys((called, inner)):
+        path = Path(code.co_filename)
+        own = "/".join(path.parts[-2:]) if owner(code.co_filename) == "stdlib" else shown_path(code.co_filename)
+        shown.append(f"{own}:{code.co_qualname}")
+    return " ".join(shown)
 
 
 @lru_cache(REMEMBERED)
@@ -349,6 +368,7 @@ class LoopFrames:
 
 # --------------------------------------------------------------------------- seconds by line
 
+Call = tuple[str | None, bool, str | None]
 MOST_LINES = 4096
 FEWEST_STEPS = 16  # from which on early and late steps differ by more than chance
 
@@ -360,25 +380,33 @@ class LineTimes:
     """
 
     def __init__(self) -> None:
-        # For each line what its calls cost; a call is its text and whether it waits.
-        self._lines: dict[tuple[str, str], dict[tuple[str | None, bool], float]] = {}
+        # For each line what its calls cost; a call is its text, whether it waits, and what it is inside of.
+        self._lines: dict[tuple[str, str], dict[Call, float]] = {}
 
     def add(self, view: StackView, seconds: float) -> None:
         """Charge a line with some seconds."""
-        self.charge(view.where, view.function, seconds, view.call, view.waits)
+        self.charge(view.where, view.function, seconds, view.call, view.waits, view.inside)
 
-    def charge(self, where: str, function: str, seconds: float, call: str | None = None, waits: bool = False) -> None:
+    def charge(
+        self,
+        where: str,
+        function: str,
+        seconds: float,
+        call: str | None = None,
+        waits: bool = False,
+        inside: str | None = None,
+    ) -> None:
         """Charge a line, given by its parts."""
         key = (where, function)
         if key not in self._lines and len(self._lines) >= MOST_LINES:
             self._lines = dict(self._ranked()[: MOST_LINES // 2])
         calls = self._lines.setdefault(key, {})
-        calls[call, waits] = calls.get((call, waits), 0.0) + seconds
+        calls[call, waits, inside] = calls.get((call, waits, inside), 0.0) + seconds
 
     def merge(self, lines: Iterable[HotLine]) -> None:
         """Add lines that another process measured."""
         for line in lines:
-            self.charge(line.where, line.function, line.seconds, line.call, line.waits)
+            self.charge(line.where, line.function, line.seconds, line.call, line.waits, line.inside)
 
     def take(self) -> tuple[HotLine, ...]:
         """The costliest lines so far; starts again from nothing."""
@@ -390,15 +418,21 @@ class LineTimes:
         """The costliest lines, first the costliest, their seconds times ``stretch``."""
         found = []
         for key, calls in self._ranked()[:most]:
-            costliest = max(calls, key=lambda call: (call[0] is not None, calls[call]))
-            found.append(HotLine(*key, sum(calls.values()) * stretch, *costliest))
+            texts: dict[tuple[str | None, bool], float] = {}
+            insides: dict[str | None, float] = {}
+            for (text, waits, inside), seconds in calls.items():
+                texts[text, waits] = texts.get((text, waits), 0.0) + seconds
+                insides[inside] = insides.get(inside, 0.0) + seconds
+            costliest = max(texts, key=lambda call: (call[0] is not None, texts[call]))
+            within = max(insides, key=insides.__getitem__)
+            found.append(HotLine(*key, sum(calls.values()) * stretch, *costliest, within))
         return tuple(found)
 
     def by_line(self) -> dict[tuple[str, str], float]:
         """The seconds of each line and its function."""
         return {key: sum(calls.values()) for key, calls in self._lines.items()}
 
-    def _ranked(self) -> list[tuple[tuple[str, str], dict[tuple[str | None, bool], float]]]:
+    def _ranked(self) -> list[tuple[tuple[str, str], dict[Call, float]]]:
         return sorted(self._lines.items(), key=lambda item: (-sum(item[1].values()), item[0]))
 
 
