@@ -311,6 +311,17 @@ def test_what_only_ends_a_job_is_not_to_come_more_rarely() -> None:
     assert checkpoint_stall(ended_with(replace(ranks, finished=False), checkpoint_s=40.0)) is not None
 
 
+def test_a_validation_that_is_little_of_the_job_hides_no_cause() -> None:
+    """Behind a start-up of minutes, 4 % of the wall time came before the rest as a quarter of the training."""
+    for startup_s, severity, first in ((500.0, "info", "compute_bound"), (10.0, "warn", "validation_heavy")):
+        training = spans_of(validation=25.0, compute=75.0)[1]
+        training = replace(training, t0_s=startup_s, t1_s=startup_s + 100.0)
+        began = Span(0.0, startup_s, 0, 0, 0, None, Buckets(startup_s=startup_s))
+        run = run_of(rank(), spans=((began, training),))
+        assert found(validation_heavy(gather(run))).severity == severity
+        assert answer(run).verdict.code == first
+
+
 def test_a_recipes_validation_is_changed_in_its_settings() -> None:
     checking = loader(loader_id=2, role="eval", where=None, made_by="fulltilt", num_workers=2)
     finding = found(validation_heavy(gather(run_of(rank(loaders=(loader(), checking)), validation=50.0, compute=50.0))))

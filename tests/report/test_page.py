@@ -126,6 +126,10 @@ def test_a_comparison_has_the_table_and_every_run():
         assert part in seen.text
 
 
+def test_shares_of_the_ledger_say_of_what_they_are():
+    assert "of the wall timeafter start-up" in outline("starved").text
+
+
 def test_every_picture_can_be_heard():
     seen = outline("starved", "straggler")
     pictures = sum(1 for tag, name, value in seen.attributes if (tag, name, value) == ("svg", "role", "img"))

@@ -34,7 +34,7 @@ def unseen_seconds(run: Run) -> float:
     if run.run.wall_s is None or not run.ranks:
         return 0.0
     unseen_s = 0.0
-    for rank, spans in zip(run.ranks, run.spans, strict=True):
+    for rank, spans in zip(run.ranks, run.spans, strict=False):
         if not rank.finished:
             written_s = max(rank.t1_s, max((span.t1_s for span in spans), default=0.0))
             unseen_s += max(run.run.wall_s - written_s, 0.0)

@@ -41,6 +41,7 @@ class Thresholds:
     gil_contended_share: float = 0.05  # a thread that computes alone runs in 99 % of its time on a quiet machine
     cpus_full_share: float = 0.6  # of the usable CPUs: what the job itself keeps busy is then why none is free
     validation_share: float = 0.20  # validation is wanted work; a fifth of the job is what people still accept
+    small_validation_share: float = 0.05  # of the whole wall time: by Amdahl, without it nobody's day is shorter
     recompiling_share: float = 0.03  # a last, smaller batch costs one recompilation; hours of training hide it
     gc_share: float = 0.03  # a loop of tensors collects in well under 1 % of its time
     checkpoint_share: float = 0.05  # a checkpoint every few minutes costs under 2 %

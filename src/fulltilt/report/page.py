@@ -260,7 +260,7 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
         section(
             "Where the time went",
             ledger_bar(diagnosis.ledger.buckets, order) if order else None,
-            ledger_table(diagnosis.ledger, order) if order else None,
+            ledger_table((run, diagnosis), order) if order else None,
             *(element("p", line, class_="aside") for line in more if line),
             note=f"of {figures.seconds(diagnosis.ledger.wall_s)} of wall time",
         ),

@@ -10,11 +10,11 @@ from typing import Any
 
 from fulltilt import figures
 from fulltilt.diagnosis.ledger import launching_apart
-from fulltilt.records import BUCKETS, Buckets, Diagnosis, GpuReading, Ledger, Run, Sample, Span
+from fulltilt.records import BUCKETS, Buckets, Diagnosis, GpuReading, Run, Sample, Span
 from fulltilt.report import run_view
 from fulltilt.report.markup import Attribute, Markup, element
 from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS
-from fulltilt.report.run_view import Lane, StepPicture
+from fulltilt.report.run_view import Lane, Reported, StepPicture
 
 # --------------------------------------------------------------------------- scales
 
@@ -62,8 +62,9 @@ def ledger_bar(buckets: Buckets, order: Sequence[str], height: int = BAR_HEIGHT)
     return _bar(segments, f"Where the time went: {', '.join(labels)}", height)
 
 
-def ledger_table(ledger: Ledger, order: Iterable[str]) -> Markup:
+def ledger_table(reported: Reported, order: Iterable[str]) -> Markup:
     """The buckets in words and figures."""
+    ledger = reported[1].ledger
     decimals = run_view.decimals(ledger.wall_s)
     rows = [
         element(
@@ -72,10 +73,12 @@ def ledger_table(ledger: Ledger, order: Iterable[str]) -> Markup:
             element("td", BUCKET_TINTS[name].meaning, class_="meaning"),
             element("td", f"{getattr(ledger.buckets, name):.{decimals}f} s", class_="figure"),
             element("td", figures.percent(getattr(ledger.buckets, name) / ledger.wall_s), class_="figure strong"),
+            element("td", figures.percent(run_view.bucket_after_startup(name, reported)), class_="figure"),
         )
         for name in order
     ]
-    columns = (("bucket", None), ("what it is", "meaning"), ("time", "figure"), ("of the wall time", "figure"))
+    shares = (("of the wall time", "figure"), ("after start-up", "figure"))
+    columns = (("bucket", None), ("what it is", "meaning"), ("time", "figure"), *shares)
     head = element("tr", [element("th", name, class_=class_, scope="col") for name, class_ in columns])
     return element("table", element("thead", head), element("tbody", rows), class_="ledger")
 

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import TypeAlias
 
 from fulltilt import figures
-from fulltilt.diagnosis.ledger import after_first_step
+from fulltilt.diagnosis.ledger import after_first_step, unseen_seconds
 from fulltilt.diagnosis.loader_bottleneck import joined_lines, one_loader_a_line
 from fulltilt.figures import NOT_MEASURED, clean, count, number, one_line, percent, seconds, whole
 from fulltilt.records import (
@@ -28,6 +28,8 @@ from fulltilt.records import (
 )
 from fulltilt.report.palette import BUCKET_TINTS, IDLE
 
+Reported: TypeAlias = tuple[Run, Diagnosis]
+
 NO_END_YET = "This run has no end yet: it still runs, or it was killed. This is what there is so far."
 
 
@@ -42,6 +44,15 @@ def ended(record: RunRecord) -> str:
 def after_startup(finding: Finding) -> str:
     """``62 % of the time after start-up``: the base of every share that is told, but those of the ledger."""
     return f"{percent(finding.share_after_startup)} of the time after start-up"
+
+
+def bucket_after_startup(bucket: str, reported: Reported) -> float | None:
+    """A bucket as a share of the time after start-up, the base of all findings; None for start-up itself."""
+    run, diagnosis = reported
+    ledger = diagnosis.ledger
+    active_s = ledger.wall_s - ledger.buckets.startup_s - unseen_seconds(run)
+    size_s: float = getattr(ledger.buckets, bucket)
+    return min(size_s / active_s, 1.0) if active_s > 0 and bucket != "startup_s" else None
 
 
 def setting(value: str | int | float | bool | None) -> str:
@@ -322,8 +333,6 @@ def _lane(name: str, lengths: list[tuple[str, float]]) -> Lane:
 
 # --------------------------------------------------------------------------- several runs side by side
 
-Reported: TypeAlias = tuple[Run, Diagnosis]
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -361,7 +370,7 @@ def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:
         rows.append((name, [setting(dict(answer.settings).get(name)) for answer in answers]))
     rows += [(name, [RUN_FIGURES[name](answer) for answer in answers]) for name in _USE]
     for bucket, tint in BUCKET_TINTS.items():
-        shares = [_share(bucket, answer) for answer in answers]
+        shares = [bucket_after_startup(bucket, run) for run in runs]
         if bucket in _ALWAYS or (bucket != "startup_s" and any((share or 0.0) >= _WORTH_A_ROW for share in shares)):
             rows.append((f"{tint.label}, after start-up", [percent(share) for share in shares]))
     rows += [(name, [RUN_FIGURES[name](answer) for answer in answers]) for name in _SPEED]
@@ -377,8 +386,3 @@ def _against_first(answers: Sequence[Diagnosis]) -> list[str]:
         rates = [answer.throughput.steps_per_s for answer in answers]
     first = rates[0]
     return [f"{rate / first:.2f} ×" if rate is not None and first else NOT_MEASURED for rate in rates]
-
-
-def _share(bucket: str, answer: Diagnosis) -> float | None:
-    active_s = answer.ledger.wall_s - answer.ledger.buckets.startup_s
-    return min(getattr(answer.ledger.buckets, bucket) / active_s, 1.0) if active_s > 0 else None

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fulltilt import figures
 from fulltilt.figures import clean, one_line
-from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, Ledger, Run
+from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, Run
 from fulltilt.report import run_view
 from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint, bucket_order
 from fulltilt.report.run_view import Reported, StepPicture, compare, step_picture, told_apart
@@ -206,7 +206,7 @@ def show(console: Console, runs: Sequence[Reported]) -> None:
         return
     run, diagnosis = runs[0]
     _show_head(console, run, diagnosis)
-    _show_ledger(console, diagnosis.ledger, colour)
+    _show_ledger(console, (run, diagnosis), colour)
     _show_step(console, run, diagnosis, colour)
     _show_findings(console, diagnosis.findings)
     show_hot_lines(console, run)
@@ -256,22 +256,24 @@ def _figures(diagnosis: Diagnosis) -> Iterable[str]:
         yield " · ".join(settings)
 
 
-def _show_ledger(console: Console, ledger: Ledger, colour: bool) -> None:
+def _show_ledger(console: Console, reported: Reported, colour: bool) -> None:
+    ledger = reported[1].ledger
     parts = bucket_parts(ledger.buckets, bucket_order(ledger))
     if not parts:
         return
     heading(console, "Where the time went", f"of {figures.seconds(ledger.wall_s)} of wall time")
     console.print(ledger_bar(parts, console.width, colour))
-    table = Table.grid(padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column()
-    table.add_column(justify="right")
-    table.add_column(justify="right")
+    for base in ("", "of all", "after start-up"):
+        table.add_column(base, justify="right")
     decimals = run_view.decimals(ledger.wall_s)
-    for tint, size in parts:
+    for (tint, size), bucket in zip(parts, bucket_order(ledger), strict=True):
         character, style = fill(tint, colour)
         label = Text(character * 2, style).append(f" {tint.label}", "default")
         row: list[Text | str] = [label, f"{size:.{decimals}f} s", figures.percent(size / ledger.wall_s)]
-        if console.width >= 100:
+        row.append(figures.percent(run_view.bucket_after_startup(bucket, reported)))
+        if console.width >= 120:
             row.append(Text(tint.meaning, "dim"))
         table.add_row(*row)
     console.print(table)

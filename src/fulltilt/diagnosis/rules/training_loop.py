@@ -274,7 +274,10 @@ def validation_heavy(evidence: Evidence) -> Judgement:
         fix += " If it makes what is then trained on (rollouts, generated text): let several run at once."
     else:
         fix += " A larger batch makes each one faster and changes no result."
-    return found(evidence, "validation_heavy", cost_s, facts, fix, loader.where if loader else None, predicted)
+    # Behind a long start-up a few seconds are a large share; where they are little of the job, they hide no cause.
+    small = cost_s < LIMITS.small_validation_share * evidence.ledger.wall_s
+    where = loader.where if loader else None
+    return found(evidence, "validation_heavy", cost_s, facts, fix, where, predicted, "info" if small else None)
 
 
 def _validation_loader(evidence: Evidence) -> LoaderRecord | None:
