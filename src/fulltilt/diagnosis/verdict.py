@@ -108,7 +108,7 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
     if finding.code == "input_serial" and evidence.live is not None and changes(evidence.live):
         words += " in the script"
     if template is None:
-        return _compute_bound(evidence, share)
+        return _compute_bound(evidence, finding)
     most = f"; at most {times(predicted[1])} as fast" if predicted and predicted[1] > 1 else ""
     told = template.format(
         share=f"{percent(share)} of the time after start-up",
@@ -151,14 +151,15 @@ def _idle(evidence: Evidence) -> str:
     return ", where the fetch itself waits, does not compute" if waits else ""
 
 
-def _compute_bound(evidence: Evidence, share: float) -> str:
-    reached, rate = evidence.share_of_ceiling, ""
+def _compute_bound(evidence: Evidence, finding: Finding) -> str:
+    share, reached, rate = finding.share, evidence.share_of_ceiling, ""
     if reached is not None:
         speed = number(evidence.throughput.samples_per_s or 0.0)
         rate = f"; {speed} samples/s, {percent(reached)} of the compute ceiling"
     told = f"{percent(share)} of the time after start-up"
     if share >= LIMITS.full_tilt_share:
-        return f"{title('compute_bound')}: {told} is compute{rate}"
+        place = f" ({finding.where})" if finding.where else ""
+        return f"{title_of(finding).replace(':', ',')}: {told} is compute{place}{rate}"
     return f"Mostly compute: {told}, and no single cause takes much of the rest{rate}"
 
 

@@ -131,6 +131,8 @@ class RankState:
         self.gpu_steps = 0
         self.host_lines = LineTimes()
         self._host_growth = LineGrowth(self.host_lines)
+        self._compute_lines = LineTimes()
+        self.operations: int | None = None
         self._drawn_from = LineTimes()
         self._loop_calls = LineTimes()
         self.sync_lines = LineTimes()
@@ -206,6 +208,8 @@ class RankState:
             if view.called_at is not None:
                 where, function, call = view.called_at
                 self._loop_calls.charge(where, function, weight_s, call)
+        elif view.kind == "torch":
+            self._compute_lines.add(view, weight_s)
         elif view.kind == "checkpoint":
             self.checkpoint_lines.add(view, weight_s)
 
@@ -305,6 +309,8 @@ class RankState:
             workers=self._worker_records(),
             host_lines=self.host_lines.top(),
             growing_lines=self._host_growth.top(self.steps),
+            compute_lines=() if on_gpu else self._compute_lines.top(),
+            operations=None if on_gpu else self.operations,
             drawn_from=next(iter(self._drawn_from.top(1)), None),
             loop_calls=self._loop_calls.top(3),
             sync_lines=self.sync_lines.top(stretch=stretch),

@@ -602,6 +602,8 @@ class RankRecord:
     workers: tuple[WorkerRecord, ...] = ()
     host_lines: tuple[HotLine, ...] = ()
     growing_lines: tuple[HotLine, ...] = ()  # what they cost beyond what they cost in the early steps
+    compute_lines: tuple[HotLine, ...] = ()  # lines from which torch computes on the CPU, backward left out
+    operations: int | None = None  # in autograd's graph of one backward on the CPU, counted once, up to a bound
     drawn_from: HotLine | None = None  # a generator of the script's, at the line where the training loop iterates it
     loop_calls: tuple[HotLine, ...] = ()  # lines of the training loop that call a function of the script's
     validates_at: str | None = None  # the line of the training loop, or around it, that leads to validation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import (
@@ -29,8 +30,8 @@ from fulltilt.diagnosis.gpu_summary import (
 )
 from fulltilt.diagnosis.ledger import gpu_step_words
 from fulltilt.diagnosis.thresholds import LIMITS
-from fulltilt.figures import capital, celsius, count, number, percent, seconds, size
-from fulltilt.records import Abstention, GpuSummary, TransferRecord
+from fulltilt.figures import capital, celsius, count, number, percent, seconds, size, whole
+from fulltilt.records import Abstention, GpuSummary, HotLine, TransferRecord
 
 # --------------------------------------------------------------------------- too little work at a time
 
@@ -232,7 +233,34 @@ def compute_bound(evidence: Evidence) -> Judgement:
             ways.append(f"Make {f'{line.function} ({line.where})' if line else 'the fetch'} cheaper")
         fix = f"{'. '.join(ways)}. Apart from that, only" if ways else f"{fix}Only"
         fix += " a faster processor, or a GPU, makes it faster."
+        if (told := _small_operations(evidence)) is not None:
+            fact, line = told
+            facts.insert(1, fact)
+            where = line.where if line else None
+            place = f"{line.call or line.function}{at(where)}" if line else "the step"
+            fix = (
+                f"{place}: work on whole tensors in place of a Python loop over parts of them (indexing by tensors, "
+                "broadcasting, torch.cdist, torch.vmap), or have it compiled (torch.compile)."
+            )
+            finding = found(evidence, "compute_bound", compute_s, facts, fix, where, None, "info")
+            return replace(finding, title="Compute-bound: many small operations")
     return found(evidence, "compute_bound", compute_s, facts, fix, None, None, "info")
+
+
+def _small_operations(evidence: Evidence) -> tuple[str, HotLine | None] | None:
+    """That a step on the CPU is so many and so short operations that starting them takes much of it, and from where."""
+    rank = evidence.rank
+    number_of = (rank.operations or 0) * max(rank.backwards, 1) / max(rank.steps, 1)
+    ran = 1 - evidence.share(rank.cpu_wait_s or 0.0)  # without a CPU any operation takes long
+    each_s = ran * evidence.per_step(evidence.buckets.compute_s) / max(number_of, 1.0)
+    if evidence.on_gpu or number_of < LIMITS.many_operations or each_s > LIMITS.short_operation_s:
+        return None
+    own = (line for line in rank.compute_lines if not line.where.startswith("torch/"))
+    fact = (
+        f"a step is about {whole(round(number_of))} operations of {seconds(each_s)} each, backward included: starting "
+        "them (Python, dispatch, autograd) takes a large part of that"
+    )
+    return fact, max(own, key=lambda line: line.seconds, default=None)
 
 
 def gpu_in_use(evidence: Evidence) -> GpuSummary | None:
