@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -157,7 +158,8 @@ def measured(job: str, workers: int, seconds: float, folder: Path, small: bool, 
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"rate"')]
     if not lines:
         raise RuntimeError(done.stderr[-2000:])
-    whole = done.stderr.replace("\n  ", " ")  # a long line goes on below, two spaces in
+    # A long line goes on below, further in; findings and files have lines of their own.
+    whole = re.sub(r"\n +(?! |\d+\. |report: |settings found: )", " ", done.stderr)
     told = [line for line in whole.splitlines() if "--auto" in line or "workers" in line]
     return {**json.loads(lines[-1]), **({"told": told[:4]} if tuned else {})}
 
