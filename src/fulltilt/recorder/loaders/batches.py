@@ -169,7 +169,7 @@ def _hdf5_datasets(h5py: Any, node: Any, depth: int) -> Iterator[Any]:
             children = (node[name] for name in islice(node, WIDEST)) if node else ()  # none in a file that is closed
         elif isinstance(node, list | tuple | dict):
             children = islice(node.values() if isinstance(node, dict) else node, DEEPEST)
-        elif hasattr(node, "__getitem__") or hasattr(node, "__iter__"):
-            children = vars(node).values() if hasattr(node, "__dict__") else ()
+        elif hasattr(type(node), "__getitem__") or hasattr(type(node), "__iter__"):  # asking itself may run its code
+            children = tuple(getattr(node, "__dict__", {}).values())
         for child in children:
             yield from _hdf5_datasets(h5py, child, depth - 1)

@@ -111,7 +111,8 @@ class LoaderTap:
         """Look into a batch: some of them are enough."""
         self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))
         self.batch_kind = self.batch_kind or kind_of(batch)
-        self.chunks = self.chunks or compressed_chunks(getattr(self.loader(), "dataset", None))
+        if self.chunks is None and self.batches <= INSPECT_FIRST:
+            self.chunks = compressed_chunks(getattr(self.loader(), "dataset", None))
         if len(self.shapes) < MOST_SHAPES:
             self.shapes.add(shapes_of(batch))
         share = padding_share(batch)
