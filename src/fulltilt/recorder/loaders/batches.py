@@ -1,6 +1,6 @@
 """What is in a batch, whatever its structure: how many samples, how many bytes, how much of it padding.
 
-And how the HDF5 data sets are stored that it is read from.
+And how the HDF5 data sets are stored that it may be read from.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from fulltilt.figures import size
@@ -143,15 +142,15 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
 # --------------------------------------------------------------------------- HDF5
 
 
-def compressed_chunks(dataset: Any) -> str | None:
-    """How the HDF5 data set with the largest chunks is stored that ``dataset`` has open, where it is compressed.
+def compressed_chunks() -> str | None:
+    """How the HDF5 data set with the largest chunks is stored among those of open files, where it is compressed.
 
     On the thread that fetches: HDF5 lets one at a time in, and the observer would wait for a read.
     """
     h5py = sys.modules.get("h5py")
     told, most = None, 0
-    with contextlib.suppress(Exception):  # it is the user's: what cannot be told is left out
-        for found in _hdf5_datasets(h5py, dataset, DEEPEST) if h5py is not None else ():
+    with contextlib.suppress(Exception):  # what cannot be told is left out
+        for found in _open_hdf5(h5py) if h5py is not None else ():
             bytes_ = found.dtype.itemsize * math.prod(found.chunks or (0,))
             if bytes_ > most and found.chunks[0] > 1 and found.id.get_create_plist().get_nfilters():
                 shape, kind = " × ".join(map(str, found.chunks)), found.compression or "compressed"
@@ -159,17 +158,12 @@ def compressed_chunks(dataset: Any) -> str | None:
     return told
 
 
-def _hdf5_datasets(h5py: Any, node: Any, depth: int) -> Iterator[Any]:
-    """The HDF5 data sets behind an object's attributes, in a file or group, or in a data set around others."""
-    if isinstance(node, h5py.Dataset):
-        yield node
-    elif depth:
-        children: Any = ()
-        if isinstance(node, h5py.Group):
-            children = (node[name] for name in islice(node, WIDEST)) if node else ()  # none in a file that is closed
-        elif isinstance(node, list | tuple | dict):
-            children = islice(node.values() if isinstance(node, dict) else node, DEEPEST)
-        elif hasattr(type(node), "__getitem__") or hasattr(type(node), "__iter__"):  # asking itself may run its code
-            children = tuple(getattr(node, "__dict__", {}).values())
-        for child in children:
-            yield from _hdf5_datasets(h5py, child, depth - 1)
+def _open_hdf5(h5py: Any) -> list[Any]:
+    """The HDF5 data sets that are open in this process; where there are none, the first in open files."""
+    open_ids, kinds = h5py.h5f.get_obj_ids, h5py.h5f
+    found = [h5py.Dataset(one) for one in open_ids(types=kinds.OBJ_DATASET)]
+    for one in () if found else open_ids(types=kinds.OBJ_FILE):
+        seen: list[Any] = []
+        h5py.File(one).visititems(lambda _, item, seen=seen: seen.append(item) or len(seen) == WIDEST or None)
+        found += (item for item in seen if isinstance(item, h5py.Dataset))
+    return found

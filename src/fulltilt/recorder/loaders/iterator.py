@@ -112,7 +112,7 @@ class LoaderTap:
         self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))
         self.batch_kind = self.batch_kind or kind_of(batch)
         if self.chunks is None and self.batches <= INSPECT_FIRST:
-            self.chunks = compressed_chunks(getattr(self.loader(), "dataset", None))
+            self.chunks = compressed_chunks()
         if len(self.shapes) < MOST_SHAPES:
             self.shapes.add(shapes_of(batch))
         share = padding_share(batch)

@@ -153,14 +153,11 @@ class FetchMeter:
         try:
             batch = original(*args)
             self._batches += 1
+            if self._batches == 1:  # a data set opens its files as it is asked
+                self._chunks = compressed_chunks()
             return batch
         finally:
             self._spent, self._under_way = _plus(self._spent, began, self._clocks()), None
-
-    def look_at(self, dataset: Any) -> None:
-        """See how the data is stored: once, after the first batch, since a data set opens its files as it is asked."""
-        if self._batches == 1:
-            self._chunks = compressed_chunks(dataset)
 
     def _clocks(self) -> Clocks:
         cpu_s = time.thread_time() if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
@@ -334,9 +331,7 @@ def _measure_fetches(meter: FetchMeter) -> None:
         unmeasured = kind.fetch
 
         def fetch(self: Any, index: Any, _unmeasured: Callable[..., Any] = unmeasured) -> Any:
-            batch = meter.fetch(_unmeasured, self, index)
-            meter.look_at(self.dataset)
-            return batch
+            return meter.fetch(_unmeasured, self, index)
 
         kind.fetch = fetch
 
