@@ -100,6 +100,27 @@ def test_a_run_that_ends_in_a_trial_tells_what_was_proven_and_what_was_not() -> 
     assert dict(told.settings)["live.why"] == "6 workers, prefetch 2 were on trial at the end"
 
 
+def test_a_trial_of_which_nothing_could_be_told_is_said_to_be_one() -> None:
+    why = "the job itself became 20 % slower meanwhile"
+    untold = LiveMove(SIX, 12.0, "returned", batches_per_s=61.0, wait_share=0.27, why=why)
+    words = "what 6 workers, prefetch 2 would gain could not be told: the job's own pace changed by more"
+    done = replace(CUT_OFF, state="settled", why="no other setting promises more", moves=(KEPT, untold))
+    assert live_words(done).endswith(f"of the measured time; {words}")
+    assert f"W{words[1:]}." in judged(done).findings[0].fix
+    assert any(fact.endswith(f"not kept ({why})") for fact in judged(done).findings[0].evidence)
+    nothing = replace(done, settings=BEFORE, moves=(untold,))
+    assert live_words(nothing) == f"live tuning changed nothing: no other setting promises more; {words}"
+    later = replace(untold, began_s=30.0, why=None)
+    assert "could not be told" not in live_words(replace(done, moves=(KEPT, untold, later)))
+
+
+def test_a_trial_that_was_not_compared_yet_is_one_on_trial() -> None:
+    measured = LiveMove(SIX, 12.0, batches_per_s=61.0, wait_share=0.27)
+    told = judged(replace(CUT_OFF, moves=(KEPT, measured)))
+    assert "6 workers, prefetch 2 were on trial at the end" in told.verdict.sentence
+    assert any("6 workers" in fact and fact.endswith("on trial at the end") for fact in told.findings[0].evidence)
+
+
 def test_what_is_predicted_is_a_run_that_begins_with_what_was_found() -> None:
     # 1000 batches would wait 0.09 / 19 s each: 4.7 s of the 47 are left.
     enough = replace(CUT_OFF, batches_per_s=19.0, wait_share=0.09)

@@ -11,32 +11,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fulltilt.tuning.live.controller import Capacity, Settle, decide, most_workers, pays
+from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, decide, most_workers, pays
 from fulltilt.tuning.live.limits import DEFAULT
 from fulltilt.tuning.live.measurement import Arrival, Knobs, Seen, Window, summarize
 
 
 def simulate(
-    rate: Callable[[int], float], busy_s: float, start: int, capacity: Capacity, noise: float, seed: int
-) -> tuple[int, list[Knobs]]:
-    """Workers in force at the end, and the moves on the way."""
-    random = Random(seed)
+    rate: Callable[[int], float],
+    busy_s: float,
+    start: int,
+    capacity: Capacity,
+    noise: float,
+    seed: int,
+    pace: Callable[[int], float] = lambda _: 1.0,
+) -> tuple[Knobs, list[Knobs]]:
+    """The settings in force at the end, and the moves on the way; ``pace`` is the job's own, window by window."""
+    random, windows = Random(seed), itertools.count()
 
     def see(knobs: Knobs) -> Seen:
-        delivered = rate(knobs.workers) * math.exp(random.gauss(0, noise))
-        return Seen(knobs, delivered, noise, max(1 - delivered * busy_s, 0.0), busy_s)
+        own = pace(next(windows))
+        delivered = own * rate(knobs.workers) * math.exp(random.gauss(0, noise))
+        return Seen(knobs, delivered, noise, max(1 - delivered * busy_s / own, 0.0), busy_s / own)
 
-    in_force, moves = Knobs(start), []
-    seen = (see(in_force),)
-    while not isinstance(move := decide(seen, capacity), Settle):
-        moves.append(move)
+    before, moves, untold = see(Knobs(start)), [], 0
+    seen: tuple[Seen, ...] = (before,)
+    while not isinstance(move := decide(seen, capacity, (), untold), Settle):
         assert 1 <= move.workers <= most_workers(capacity, move.prefetch)[0]
-        tried = see(move)
-        before = next(one for one in reversed(seen) if one.knobs == in_force)
-        seen = (*seen, tried)
-        in_force = move if pays(before, tried) else in_force
+        trial, again = see(move), see(before.knobs)
+        paid = pays(before, trial, again)
+        known = at_pace_of(again, before, trial, seen)
+        again_is_allowed = paid is None and move not in moves
+        seen, untold = (known[:-1], untold + 1) if again_is_allowed else (known, untold)
+        before = known[-1] if paid else again
+        moves.append(move)
     assert len(moves) <= DEFAULT.most_moves
-    return in_force.workers, moves
+    return before.knobs, moves
 
 
 @settings(max_examples=25, deadline=None)
@@ -61,8 +70,45 @@ def test_it_comes_near_the_best_of_any_scaling_law(
     def rate(workers: int) -> float:
         return min(supply(workers), 1 / busy_s) if workers else 1 / (busy_s + 1 / supply(1))
 
-    workers, _ = simulate(rate, busy_s, round(start * cpus), Capacity(cpus), 0.02, seed)
-    assert rate(workers) >= 0.93 * max(rate(workers) for workers in range(cpus + 1))
+    in_force, _ = simulate(rate, busy_s, round(start * cpus), Capacity(cpus), 0.02, seed)
+    assert rate(in_force.workers) >= 0.93 * max(rate(workers) for workers in range(cpus + 1))
+
+
+# Of the job itself, in one window after another.
+PACES: dict[str, Callable[[int], float]] = {
+    "steady": lambda _: 1.0,
+    "slows down": lambda window: 0.93**window,
+    "speeds up": lambda window: 1.07**window,
+    **{f"halves in window {at}": lambda window, at=at: 1.0 if window < at else 0.5 for at in (1, 2, 3, 4)},  # type: ignore[misc]
+    **{f"doubles within window {at}": lambda window, at=at: 1.0 + min(max(window - at + 0.5, 0), 1) for at in (1, 2)},  # type: ignore[misc]
+}
+
+
+@pytest.mark.parametrize("pace", sorted(PACES))
+@pytest.mark.parametrize(("gain", "found"), [(2.5, True), (1.0, False), (0.6, False)])
+def test_a_jobs_own_change_of_pace_is_not_taken_for_a_settings_gain(pace: str, gain: float, found: bool) -> None:
+    def rate(workers: int) -> float:
+        return 2.0 * min(workers, 2) * (gain if workers > 2 else 1.0)
+
+    in_force, moves = simulate(rate, 0.05, 2, Capacity(4), 0.004, 0, PACES[pace])
+    assert moves
+    assert in_force.workers > 2 if found else in_force == Knobs(2)
+
+
+def test_what_a_trial_gained_is_told_only_where_the_job_changed_by_less() -> None:
+    def verdict(before: float, trial: float, again: float) -> bool | None:
+        return pays(
+            *(Seen(Knobs(2 + (place == 1)), rate, 0.02, 0.5, 0.1) for place, rate in enumerate((before, trial, again)))
+        )
+
+    assert verdict(10, 12, 10) is True
+    assert verdict(10, 10.1, 10) is False
+    assert verdict(10, 13, 8.5) is True
+    assert verdict(10, 11, 8) is None, "faster than both, and by less than the job itself became slower"
+    assert verdict(10, 9, 7) is None
+    assert verdict(10, 6, 7) is False
+    assert verdict(7, 9, 10) is None
+    assert verdict(7, 6, 10) is False
 
 
 def test_a_loader_that_is_not_the_limit_is_not_touched() -> None:

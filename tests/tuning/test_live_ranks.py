@@ -193,14 +193,18 @@ LEFT_ALONE = {"seen": None, "left_alone": "it is mine"}
 @pytest.mark.parametrize(
     ("answers", "outcomes", "state", "workers"),
     [
-        ([{}, {}, {}], ["kept"], "settled", 2),
+        ([{}, {}, {}, {}], ["kept"], "settled", 2),
         ([{}, {}, FAILED], ["failed"], "settled", 0),
         ([{}, {}, LEFT_ALONE], ["failed"], "left_alone", 0),
+        ([{}, {}, {}, LEFT_ALONE], ["failed"], "left_alone", 0),
         ([{}, LEFT_ALONE], [], "left_alone", 0),
         ([{}, {}], ["trying"], "trying", 0),
         ([], [], "watching", 0),
     ],
-    ids=["agrees", "its trial fails", "is left alone meanwhile", "is left alone before", "falls silent", "is silent"],
+    ids=[
+        *("agrees", "its trial fails", "is left alone meanwhile", "is left alone behind it", "is left alone before"),
+        *("falls silent", "is silent"),
+    ],
 )
 @pytest.mark.usefixtures("at_once")
 def test_rank_0_does_what_both_ranks_can_do(

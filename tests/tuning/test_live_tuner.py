@@ -98,7 +98,8 @@ def test_a_kept_pool_that_fails_gives_way_to_the_scripts_own_settings(workers: i
         killed, drawn = False, []
         for batch in loader:
             drawn.append(flat(batch))
-            if one.record.settings.num_workers == 2 and not killed:
+            pool = one.source.pool
+            if one.record.settings.num_workers == 2 == pool.knobs.workers and pool.is_serving and not killed:
                 assert (tmp_path / store.SETTINGS_FILE).exists()
                 kill_workers(one)
                 killed = True
@@ -182,7 +183,7 @@ def test_two_loops_over_one_loader_have_their_own_batches(tmp_path: Path) -> Non
 
 def test_short_passes_with_a_loader_of_their_own_count_together(tmp_path: Path) -> None:
     with tuning(tmp_path, [Knobs(1)], limits=replace(HASTY, least_batches=9)) as one:
-        for _ in range(12):  # of four batches each
+        for _ in range(16):  # of four batches each
             assert drawn_from(one.trains(DataLoader(Squares(16), batch_size=4))) is not None
         assert [move.outcome for move in one.record.moves] == ["kept"]
 

@@ -23,7 +23,7 @@ from fulltilt.diagnosis.findings import (
 )
 from fulltilt.diagnosis.rules.worker_count import gain_without_wait
 from fulltilt.diagnosis.thresholds import LIMITS
-from fulltilt.figures import count, number, percent, times
+from fulltilt.figures import capital, count, number, percent, times
 from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord, Settings
 
 _INPUT = ("input_serial", "input_cpu_bound", "input_io_bound", "input_handover")
@@ -71,8 +71,9 @@ def _facts(evidence: Evidence, live: LiveRecord) -> list[str]:
     for move in live.moves:
         words = f"live tuning tried {settings_words(move.settings)}"
         if move.batches_per_s is not None and move.wait_share is not None:
-            rate = _measured(move.batches_per_s, move.wait_share)
-            facts.append(f"{words}: {rate}, {'kept' if move.outcome == 'kept' else 'not kept'}")
+            end = {"kept": "kept", "trying": "on trial at the end"}.get(move.outcome, "not kept")
+            why = f" ({move.why})" if move.why else ""
+            facts.append(f"{words}: {_measured(move.batches_per_s, move.wait_share)}, {end}{why}")
         elif move.outcome == "failed":
             facts.append(f"{words}: it failed ({move.why})")
     return facts + fetching_line(evidence) + neighbours(evidence)
@@ -87,6 +88,8 @@ def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
     else:
         tried = "; ".join(settings_words(move.settings) for move in _judged(live))
         fix = f"Leave the loader{place} at {settings_words(live.settings)}. Live tuning tried what could pay: {tried}."
+    if untold := _untold(live):
+        fix += f" {capital(untold)}."
     if (trial := on_trial(live)) is not None:
         fix += f" On trial at the end: {settings_words(trial)}."
     if _still_waits(live):
@@ -173,10 +176,10 @@ def live_words(live: LiveRecord) -> str:
     if live.state == "left_alone":
         return "; ".join(filter(None, (f"live tuning left the loader alone: {live.why}", live.note)))
     changed = ", ".join(f"{name} {_plain(before)} → {_plain(after)}" for name, (before, after) in changes(live).items())
-    trial = _on_trial_at_the_end(live)
+    trial, untold = _on_trial_at_the_end(live), _untold(live)
     if not changed and not trial:
         done = "kept the script's settings" if live.note else "changed nothing"
-        return "; ".join(filter(None, (f"live tuning {done}: {live.why}", live.note)))
+        return "; ".join(filter(None, (f"live tuning {done}: {live.why}", untold, live.note)))
     gain = ""
     before, after = live.before_batches_per_s, live.batches_per_s
     if changed and before and after and live.before_wait_share is not None and live.wait_share is not None:
@@ -184,8 +187,15 @@ def live_words(live: LiveRecord) -> str:
         gain = f"{times(after / before)} as many batches a second ({number(after)}), {wait}"
     if changed and live.ranks > 1:
         changed += f" (each of {live.ranks} ranks)"
-    first, *rest = filter(None, (changed, gain, trial, live.note))
+    first, *rest = filter(None, (changed, gain, untold, trial, live.note))
     return "; ".join((f"live tuning: {first}", *rest))
+
+
+def _untold(live: LiveRecord) -> str:
+    """The settings of which no trial told whether they pay, since the job changed by more; their moves say by what."""
+    last = {settings_words(move.settings): move for move in live.moves}
+    untold = " or ".join(words for words, move in last.items() if move.outcome == "returned" and move.why)
+    return f"what {untold} would gain could not be told: the job's own pace changed by more" if untold else ""
 
 
 def _on_trial_at_the_end(live: LiveRecord) -> str:

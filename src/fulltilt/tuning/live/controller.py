@@ -1,7 +1,6 @@
-"""Which settings to try next while a job trains: a pure function of what was seen so far.
+"""Which settings to try next while a job trains, and whether they pay: pure functions of what was seen so far.
 
-Workers come first: a leap to where they may be enough, then beside the best. Then comes the depth of the queue. A try
-that does not pay is taken back by whoever called: the best so far is always in force.
+Workers come first: a leap to where they may be enough, then beside the best. Then comes the depth of the queue.
 """
 
 from __future__ import annotations
@@ -26,13 +25,20 @@ class Settle:
 
 
 def decide(
-    seen: tuple[Seen, ...], capacity: Capacity, failed: tuple[Knobs, ...] = (), limits: Limits = DEFAULT
+    seen: tuple[Seen, ...],
+    capacity: Capacity,
+    failed: tuple[Knobs, ...] = (),
+    untold: int = 0,
+    limits: Limits = DEFAULT,
 ) -> Knobs | Settle:
-    """What to try next, after a few tries Settle. ``seen`` has the start first; ``failed`` are settings that broke."""
+    """What to try next, after a few tries Settle. ``seen`` has the start first; ``failed`` are settings that broke.
+
+    ``untold``: how many tries more there were, of which it could not be told whether they pay.
+    """
     best = best_of(seen)
     if best.wait_share <= limits.enough_wait_share:
         return Settle("the loader is no longer the limit")
-    if len(seen) - 1 + len(failed) >= limits.most_moves:
+    if len(seen) - 1 + len(failed) + untold >= limits.most_moves:
         return Settle(f"{limits.most_moves} settings were tried")
     most, what = most_workers(capacity, best.knobs.prefetch, limits)
     # Batches a second that training could take if it never waited.
@@ -57,10 +63,26 @@ def best_of(seen: tuple[Seen, ...]) -> Seen:
     return max(seen, key=lambda one: one.batches_per_s)
 
 
-def pays(before: Seen, after: Seen, limits: Limits = DEFAULT) -> bool:
-    """Whether a change is worth keeping: clearly faster, or as fast with fewer workers."""
-    fewer = 0 < after.knobs.workers < before.knobs.workers
-    return after.batches_per_s > before.batches_per_s * (1.0 if fewer else 1 + limits.paid_share)
+def pays(before: Seen, trial: Seen, again: Seen, limits: Limits = DEFAULT) -> bool | None:
+    """Whether a change is worth keeping: clearly faster than the settings in force were before the trial and are again
+    behind it, or as fast with fewer workers. None: it cannot be told, since those two differ by more than it gains.
+    """
+    low, high = sorted((before.batches_per_s, again.batches_per_s))
+    fewer = 0 < trial.knobs.workers < before.knobs.workers
+    if trial.batches_per_s > low and high - low > max(trial.batches_per_s - high, limits.paid_share * high):
+        return None
+    return trial.batches_per_s > high * (1.0 if fewer else 1 + limits.paid_share)
+
+
+def at_pace_of(again: Seen, before: Seen, trial: Seen, seen: tuple[Seen, ...]) -> tuple[Seen, ...]:
+    """All that was seen, the trial last, as the job would give it now that the settings in force give ``again``.
+
+    The job's own pace during the trial is taken to have been the middle of ``before`` and ``again``.
+    """
+    since = again.batches_per_s / before.batches_per_s
+    during = 2 * since / (1 + since)
+    earlier = (again if one.knobs == again.knobs else one.times(since) for one in seen if one.knobs != trial.knobs)
+    return *earlier, trial.times(during)
 
 
 def _next_workers(start: Seen, tried: int, bracket: Bracket, limits: Limits) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from fulltilt.figures import count
+from fulltilt.figures import count, percent
 from fulltilt.records import LiveRecord
 from fulltilt.tuning.live.limits import DEFAULT, Limits
 
@@ -51,6 +51,10 @@ class Seen(NamedTuple):
     spread: float
     wait_share: float
     busy_s: float
+
+    def times(self, factor: float) -> Seen:
+        """The same in a job whose pace is so many times as high."""
+        return self._replace(batches_per_s=self.batches_per_s * factor, busy_s=self.busy_s / factor)
 
 
 def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: Limits = DEFAULT) -> Seen | None:
@@ -106,14 +110,28 @@ def is_told(seen: Seen, best: float | None, limits: Limits = DEFAULT) -> bool:
 
 
 def with_figures(record: LiveRecord, seen: Seen) -> LiveRecord:
-    """The record with what the settings in force gave, those of the script first."""
-    if record.before_batches_per_s is None:
-        record = replace(record, before_batches_per_s=seen.batches_per_s, before_wait_share=seen.wait_share)
+    """The record with what the settings in force give now. Those of the script are taken to have changed alike: what
+    was gained is told by trials alone, not by a job that slows down or speeds up by itself."""
+    before, wait_share = record.before_batches_per_s, record.before_wait_share
+    if record.settings == record.before or before is None:
+        before, wait_share = seen.batches_per_s, seen.wait_share
+    elif record.batches_per_s:
+        before *= seen.batches_per_s / record.batches_per_s
+    record = replace(record, before_batches_per_s=before, before_wait_share=wait_share)
     return replace(record, batches_per_s=seen.batches_per_s, wait_share=seen.wait_share)
 
 
+def changed_by_itself(before: Seen, again: Seen) -> str:
+    """Why it cannot be told whether a trial between these two pays."""
+    factor = again.batches_per_s / before.batches_per_s
+    return f"the job itself became {percent(abs(factor - 1))} {'slower' if factor < 1 else 'faster'} meanwhile"
+
+
 def with_outcome(
-    record: LiveRecord, outcome: Literal["kept", "returned", "failed"], seen: Seen | None, why: str | None = None
+    record: LiveRecord,
+    outcome: Literal["trying", "kept", "returned", "failed"],
+    seen: Seen | None,
+    why: str | None = None,
 ) -> LiveRecord:
     """The record with how its last move ended."""
     rate, wait = (None, None) if seen is None else (seen.batches_per_s, seen.wait_share)

@@ -18,9 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import Pickled, file_positions, kept_generators, reason_against
-from fulltilt.tuning.live.controller import pays
+from fulltilt.tuning.live.controller import at_pace_of, pays
 from fulltilt.tuning.live.limits import Limits
-from fulltilt.tuning.live.measurement import Arrival, Seen, summarize, with_figures, with_outcome
+from fulltilt.tuning.live.measurement import (
+    Arrival,
+    Seen,
+    changed_by_itself,
+    summarize,
+    with_figures,
+    with_outcome,
+)
 from fulltilt.tuning.live.worker_pool import copy_of, knobs_of
 
 if TYPE_CHECKING:
@@ -36,7 +43,7 @@ MOST_ARRIVALS = 4096
 
 
 class StreamTuner:
-    """Measures a pass of the script's own, then one with a worker, and keeps what was faster."""
+    """Measures a pass of the script's own, one with a worker and one of the script's own again; keeps what pays."""
 
     def __init__(self, live: Live, tap: LoaderTap) -> None:
         self.tap = tap
@@ -45,6 +52,7 @@ class StreamTuner:
         self._live = live
         self._workers = 0
         self._own: Seen | None = None
+        self._tried: Seen | None = None  # what the pass with a worker gave
         self._began: list[bytes] | None = None  # with which batches a pass of the script's own began
         self._last: StreamPass | None = None
 
@@ -81,14 +89,22 @@ class StreamTuner:
                 move = LiveMove(Settings(num_workers=1), self._live.now_s())
                 self.record = replace(self.record, state="trying", why="trying 1 worker", moves=(move,))
                 self._workers = self.tap.serving_workers = 1
+        elif self._tried is None:
+            self._tried = seen
+            self.record = with_outcome(self.record, "trying", seen)
+            self._workers = self.tap.serving_workers = 0
         else:
-            self._end_trial(self._own, seen)
+            self._end_trial(self._own, self._tried, seen)
 
-    def _end_trial(self, own: Seen, seen: Seen) -> None:
-        paid = pays(own, seen, self._live.limits)
-        judged = with_outcome(self.record, "kept" if paid else "returned", seen)
-        self.record = with_figures(judged, seen if paid else own)
-        self._settle("settled", f"1 worker {'paid' if paid else 'did not pay'}; more would change the order", int(paid))
+    def _end_trial(self, own: Seen, seen: Seen, again: Seen) -> None:
+        paid = pays(own, seen, again, self._live.limits)
+        why = changed_by_itself(own, again) if paid is None else None
+        self.record = with_figures(with_outcome(self.record, "kept" if paid else "returned", seen, why), again)
+        if paid:
+            *_, now = at_pace_of(again, own, seen, (own,))
+            self.record = replace(self.record, batches_per_s=now.batches_per_s, wait_share=now.wait_share)
+        told = "it cannot be told whether 1 worker pays" if why else f"1 worker {'paid' if paid else 'did not pay'}"
+        self._settle("settled", f"{told}; more would change the order", int(bool(paid)))
         if paid:
             self._live.write(self.tap.where, self.record.settings)
 

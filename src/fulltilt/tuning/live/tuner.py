@@ -1,7 +1,8 @@
 """Live tuning of one loader: measures what is in force, asks the controller, tries other pools, keeps or takes back.
 
-A pool that is tried goes on where the one before ran dry. Pools end with their pass, unless the script's own workers
-persist: what a script changes in its data set between two passes is seen as in the plain run.
+A job slows down and speeds up by itself: behind each trial the settings in force are measured again. A pool that is
+tried goes on where the one before ran dry. Pools end with their pass, unless the script's own workers persist: what a
+script changes in its data set between two passes is seen as in the plain run.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from fulltilt.errors import FulltiltError
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import BatchCheck, reason_against, reason_of_sampler, short
-from fulltilt.tuning.live.controller import Capacity, Settle, best_of, decide, pays
+from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, best_of, decide, pays
 from fulltilt.tuning.live.measurement import (
     LOOK_EVERY_S,
     Arrival,
     Knobs,
     Seen,
     Window,
+    changed_by_itself,
     with_figures,
     with_outcome,
     words,
@@ -84,7 +86,9 @@ class LoaderTuner:
         self._limits = live.limits
         self._window = Window(live.limits)
         self._seen: tuple[Seen, ...] = ()
+        self._tried: Seen | None = None  # what a trial gave, until the settings in force are measured again
         self._failed: tuple[Knobs, ...] = ()
+        self._untold: tuple[Knobs, ...] = ()  # tried once, and it could not be told whether they pay
         self._wanted = self.user
         self._check: BatchCheck | None = None
         self._left_alone = self._is_known = self._is_checked = self._is_trying = False
@@ -139,7 +143,7 @@ class LoaderTuner:
             self.in_force = user
             self.phase, self._check, self._agreed = Phase.WATCHING, None, None
             self._is_checked = self._is_trying = False
-            self._seen, self._failed = (), ()
+            self._seen, self._tried, self._failed, self._untold = (), None, (), ()
             own, cost_s = self._settings(user), self.record.cost_s
             self.record = LiveRecord(self.tap.loader_id, "watching", WATCHED, own, own, cost_s=cost_s)
             self._note_in_force()
@@ -296,17 +300,22 @@ class LoaderTuner:
             self._try(source)
         elif agreed.seen is not None:
             if self._is_trying:
-                self._end_trial(source, agreed.seen)
+                self._measure_again(source, agreed.seen)
+                return
+            self.record = with_figures(self.record, agreed.seen)
+            if self._tried is None:
+                self._seen = (*self._seen, agreed.seen)
             else:
-                self.record = with_figures(self.record, agreed.seen)
-            self._seen = (*self._seen, agreed.seen)
+                self._judge(self._tried, agreed.seen)
             self._decide(source, agreed.capacity)
 
     def _decide(self, source: SwitchingIterator, capacity: Capacity) -> None:
-        move = decide(self._seen, capacity, self._failed, self._limits)
+        move = decide(self._seen, capacity, self._failed, len(self._untold), self._limits)
         if isinstance(move, Settle):
             self.phase = Phase.DONE
             self._note("settled", move.why)
+            if source.pool is not None and source.pool.knobs != self.in_force:
+                source.hand_over(self._pool_in_force(source))
             return
         self._wanted, self.phase = move, Phase.CHECKING
         if self._check is None:
@@ -330,20 +339,34 @@ class LoaderTuner:
         """What the settings in force gave when they were last looked at."""
         return next((one for one in reversed(self._seen) if one.knobs == self.in_force), best_of(self._seen))
 
-    def _end_trial(self, source: SwitchingIterator, seen: Seen) -> None:
-        self.phase, self._is_trying = Phase.WATCHING, False
-        if pays(self._to_beat, seen, self._limits):
-            if source.pool is not None:
-                source.pool.on_trial = False
-            self.in_force = seen.knobs
-            self.record = with_figures(with_outcome(self.record, "kept", seen), seen)
-            self._note("watching", f"{words(seen.knobs)} paid", settings=self._settings(seen.knobs))
-            self._live.write(self.tap.where, self.record.settings)
-        else:
-            source.hand_over(self._pool_in_force(source))
-            self.record = with_outcome(self.record, "returned", seen)
-            self._note("watching", f"{words(seen.knobs)} did not pay")
+    def _measure_again(self, source: SwitchingIterator, seen: Seen) -> None:
+        """Behind a trial: the settings in force once more."""
+        self.phase, self._is_trying, self._tried = Phase.WATCHING, False, seen
+        self.record = with_outcome(self.record, "trying", seen)
+        self._window.begin(self.in_force, self.in_force.workers * self.in_force.prefetch, seen.batches_per_s)
+        source.hand_over(self._pool_in_force(source))
         self._note_in_force()
+
+    def _judge(self, trial: Seen, again: Seen) -> None:
+        """Keep what was tried, if it is faster than the settings in force were before it and are behind it."""
+        before, self._tried = self._to_beat, None
+        paid = pays(before, trial, again, self._limits)
+        *others, now = at_pace_of(again, before, trial, self._seen)
+        if paid is None and trial.knobs not in self._untold:  # it may be tried once more
+            self._untold, self._seen = (*self._untold, trial.knobs), tuple(others)
+        else:
+            self._seen = (*others, now)
+        if paid:
+            self.in_force = trial.knobs
+            self.record = with_outcome(self.record, "kept", trial)
+            figures = {"batches_per_s": now.batches_per_s, "wait_share": now.wait_share}
+            self._note("watching", f"{words(trial.knobs)} paid", settings=self._settings(trial.knobs), **figures)
+            self._live.write(self.tap.where, self.record.settings)
+            self._note_in_force()
+        else:
+            why = None if paid is False else changed_by_itself(before, again)
+            self.record = with_outcome(self.record, "returned", trial, why)
+            self._note("watching", f"{words(trial.knobs)} did not pay{'' if why is None else f' for certain: {why}'}")
 
     def _make(self, source: SwitchingIterator, knobs: Knobs, metered: bool = True) -> WorkerPool:
         """A pool, with patience for batches that take as long as those seen so far."""
@@ -401,10 +424,10 @@ class LoaderTuner:
 
     def leave_alone(self, why: str) -> None:
         """Go back to the script's own settings for good."""
-        if self._is_trying:
+        if self._is_trying or self._tried is not None:
             self.record = with_outcome(self.record, "failed", None, why)
         self.phase = Phase.DONE
-        self._left_alone, self._is_trying = True, False
+        self._left_alone, self._is_trying, self._tried = True, False, None
         self.in_force = self.user
         found_others = self.record.settings != self.record.before
         self._note("left_alone", why, settings=self.record.before)
