@@ -22,6 +22,8 @@ from fulltilt.records import (
     Finding,
     GarbageRecord,
     HotLine,
+    LiveMove,
+    LiveRecord,
     RankRecord,
     Settings,
     Span,
@@ -187,9 +189,42 @@ def test_a_list_that_grows_is_named_by_its_line_before_the_rest_of_the_code() ->
     assert finding.evidence[1].startswith("code of the script's own grew by 149 ms a step")
     assert finding.fix.startswith("sorted(history) at train.py:70 takes longer the longer the job runs")
     assert "once an epoch" in finding.fix
-    assert finding.predicted_speedup == (1.9, 2.74)
+    assert finding.predicted_speedup == (1.9, 3.19)
     assert [one.code for one in answer(run).findings][:1] == ["slowing_down"]
     assert "host_code" not in {one.code for one in answer(run).findings}  # the same line, told once
+
+
+def test_a_function_that_grows_is_told_once_though_a_call_leads_to_it() -> None:
+    line = HotLine("train.py:16", "smooth", 21.0, "for value in h")
+    call, sleep = replace(line, where="train.py:60", function="main"), HotLine("train.py:61", "main", 5.0, "sleep(1)")
+    spans = steps_of(lambda step: Buckets(compute_s=0.05, host_code_s=0.01 + 0.001 * step))
+    grows = rank(host_lines=(line,), growing_lines=(line,), loop_calls=(call,))
+    alone = answer(run_of(grows, spans=(spans,))).findings
+    assert [(one.code, one.where) for one in alone][:1] == [("slowing_down", "train.py:16")]
+    assert alone[0].share_after_startup == pytest.approx(21.9 / 31.9, abs=0.01)
+    assert "host_code" not in {one.code for one in alone}
+    sleeps = replace(grows, host_lines=(line, sleep))
+    both = {one.code: one for one in answer(run_of(sleeps, spans=(spans,))).findings}
+    assert both["host_code"].where == "train.py:61"
+    assert both["host_code"].share == pytest.approx(both["slowing_down"].share * 5 / 21)
+
+
+def test_live_tuning_does_not_hide_that_a_line_grows() -> None:
+    line = HotLine("train.py:16", "smooth", 21.0, "for value in h")
+    live = LiveRecord(1, "settled", "", Settings(), Settings(), moves=(LiveMove(Settings(num_workers=2), 1.0, "kept"),))
+    found_by = {}
+    for name, records in (("plain", ()), ("tuned", (live,))):
+        wait_s = {"plain": lambda _: 0.02, "tuned": lambda step: 0.2 if step < 40 else 0.01}[name]
+        spans = steps_of(lambda step, w=wait_s: Buckets(w(step), compute_s=0.05, host_code_s=0.01 + 0.001 * step))
+        made = rank(host_lines=(line,), growing_lines=(line,), loaders=(loader(),), live=records)
+        (found_by[name],) = (
+            f for f in answer(run_of(made, spans=(spans,))).findings if "code" in f.code or "slow" in f.code
+        )
+    plain, tuned = found_by["plain"], found_by["tuned"]
+    assert (plain.code, plain.where) == (tuned.code, tuned.where) == ("slowing_down", "train.py:16")
+    assert tuned.evidence[0].startswith("a step without its wait for data took 85.5 ms in the first quarter")
+    assert plain.share == pytest.approx(21.9 / 45.9, abs=0.01)
+    assert tuned.share == pytest.approx(21.9 / 51.5, abs=0.01)
 
 
 def test_steps_that_vary_or_change_once_do_not_slow_down() -> None:

@@ -169,7 +169,12 @@ class Evidence:
         """How the pace-setting rank slowed down; None where it did not."""
         pairs = zip(self.run.ranks, self.run.spans, strict=True)
         spans = next((own for rank, own in pairs if rank is self.rank), ())
-        return ledgers.find_slowdown(spans)
+        return ledgers.find_slowdown(spans, self.is_tuned)
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether live tuning tried settings in this run, so that its waits for data are those of several settings."""
+        return self.live is not None and bool(self.live.moves)
 
     @property
     def collectives_unmeasured(self) -> bool:

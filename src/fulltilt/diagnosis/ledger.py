@@ -264,8 +264,8 @@ _WINDOWS, _QUARTER = 8, 2
 class Slowdown:
     """Steps take longer and longer: ``early_s`` and ``late_s`` are those of the first and the last quarter.
 
-    ``bucket`` is the one that grows most, by ``grown_s`` a step; ``lost_s`` is what all steps took beyond the early
-    ones. Where samples are counted, a step stands for as many samples as the mean step has.
+    ``bucket`` is the one that grows most, by ``grown_s`` a step; ``lost_s`` is what all steps took of it beyond the
+    early ones. Where samples are counted, a step stands for as many samples as the mean step has.
     """
 
     early_s: float
@@ -275,9 +275,13 @@ class Slowdown:
     lost_s: float
 
 
-def find_slowdown(spans: Spans) -> Slowdown | None:
-    """How a rank slowed down, steadily and by enough; None where it did not, or ran too briefly to tell."""
+def find_slowdown(spans: Spans, tuned: bool = False) -> Slowdown | None:
+    """How a rank slowed down, steadily and by enough; None where it did not, or ran too briefly to tell.
+
+    In a ``tuned`` run the waits for data are no part of a step: live tuning makes them shorter meanwhile.
+    """
     least_growth = LIMITS.slowing_growth
+    names = _OF_A_STEP[1:] if tuned else _OF_A_STEP
     stepping = [span for span in after_first_step(spans) if span.steps > 0]
     counted = all(span.samples for span in stepping)
     sizes = [float(span.samples or 0) if counted else float(span.steps) for span in stepping]
@@ -296,7 +300,7 @@ def find_slowdown(spans: Spans) -> Slowdown | None:
     steps = sum(span.steps for span in stepping)
     # Seconds a step in each window.
     windows = [_scaled(buckets, total / steps / size) for buckets, size in zip(spent, sized, strict=True)]
-    each = {name: [getattr(window, name) for window in windows] for name in _OF_A_STEP}
+    each = {name: [getattr(window, name) for window in windows] for name in names}
     whole = [sum(column) for column in zip(*each.values(), strict=True)]
     early_s, late_s = fmean(whole[:_QUARTER]), fmean(whole[-_QUARTER:])
     growths = {name: fmean(one[-_QUARTER:]) - fmean(one[:_QUARTER]) for name, one in each.items()}
@@ -308,7 +312,7 @@ def find_slowdown(spans: Spans) -> Slowdown | None:
     rising = [later > earlier for earlier, later in combinations(grows, 2)]
     if fmean(rising) < 0.85 or min(grows[-_QUARTER:]) <= max(grows[: _QUARTER + 1]):
         return None
-    lost_s = sum(max(step_s - early_s, 0.0) for step_s in whole) * steps / _WINDOWS
+    lost_s = sum(max(step_s - fmean(grows[:_QUARTER]), 0.0) for step_s in grows) * steps / _WINDOWS
     return Slowdown(early_s, late_s, bucket, grown_s, lost_s)
 
 

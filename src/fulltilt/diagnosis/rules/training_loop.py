@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import (
@@ -34,8 +35,9 @@ def slowing_down(evidence: Evidence) -> Judgement:
     slower = evidence.slowdown
     if slower is None:
         return None
+    step = "a step without its wait for data" if evidence.is_tuned else "a step"
     facts = [
-        f"a step took {seconds(slower.early_s)} in the first quarter of the run, {seconds(slower.late_s)} in the last",
+        f"{step} took {seconds(slower.early_s)} in the first quarter of the run, {seconds(slower.late_s)} in the last",
         f"{BUCKET_WORDS[slower.bucket]} grew by {seconds(slower.grown_s)} a step, more than all else",
     ]
     lines: tuple[HotLine, ...] = ()
@@ -47,6 +49,7 @@ def slowing_down(evidence: Evidence) -> Judgement:
         facts.append(f"{line_cost(lines[0])}: what it costs beyond what it did at first")
     where = lines[0].where if lines else None
     share = evidence.share(slower.lost_s)
+    cost_s = max(_growing_part(evidence) * _own_code_s(evidence), slower.lost_s)
     if slower.bucket == "compute_s":
         # Growing inputs (a curriculum, longer texts) are meant, and look the same.
         fix = (
@@ -60,8 +63,28 @@ def slowing_down(evidence: Evidence) -> Judgement:
         "file, a log). Go through it once an epoch, keep a running sum, or bound it (collections.deque(maxlen=...))."
     )
     # At least what this run lost; what one that goes on would win is the late step over the early one.
-    predicted = gain(amdahl(share), max(slower.late_s / slower.early_s, amdahl(share)))
-    return found(evidence, "slowing_down", slower.lost_s, facts, fix, where, predicted)
+    later = 1.0 if evidence.is_tuned else slower.late_s / slower.early_s
+    predicted = gain(amdahl(share), max(later, amdahl(evidence.share(cost_s))))
+    return found(evidence, "slowing_down", cost_s, facts, fix, where, predicted)
+
+
+def _growing_part(evidence: Evidence) -> float:
+    """How much of the script's own code is that of lines which take longer and longer: one cause, told once."""
+    slower, growing = evidence.slowdown, evidence.rank.growing_lines
+    if slower is None or slower.bucket != "host_code_s":
+        return 0.0
+    all_s = sum(line.seconds for line in evidence.host_lines)
+    grow_s = sum(line.seconds for line in evidence.host_lines if line.where in _growing(growing))
+    return grow_s / all_s if grow_s else min(slower.lost_s / evidence.buckets.host_code_s, 1.0)
+
+
+def _growing(lines: Sequence[HotLine]) -> set[str]:
+    return {line.where for line in lines if line.seconds >= LIMITS.telling_line_share * lines[0].seconds}
+
+
+def _own_code_s(evidence: Evidence) -> float:
+    """Seconds of the script's own code, without launches and garbage collection."""
+    return evidence.buckets.host_code_s - (evidence.launch_s or 0.0) - _collecting_s(evidence)
 
 
 # --------------------------------------------------------------------------- the user's own code
@@ -98,13 +121,14 @@ def host_code(evidence: Evidence) -> Judgement:
     launch_s, lines = evidence.launch_s, evidence.host_lines
     if evidence.on_gpu and launch_s is None and not lines:
         return Abstention("host_code", "what the host did while the GPU idled (launching, or code of the script's own)")
-    cost_s = evidence.buckets.host_code_s - (launch_s or 0.0) - _collecting_s(evidence)
-    if (slower := evidence.slowdown) is not None and slower.bucket == "host_code_s":
-        cost_s -= slower.lost_s  # told as slowing down
+    grows = _growing_part(evidence)  # told as slowing down
+    cost_s = (1 - grows) * _own_code_s(evidence)
     share = evidence.share(cost_s)
     if share < LIMITS.host_code_share:
         return None
     call = next(iter(evidence.rank.loop_calls), None)
+    if grows:
+        call, lines = None, tuple(line for line in lines if line.where not in _growing(evidence.rank.growing_lines))
     least_s = max(LIMITS.guilty_function_share * cost_s, *(line.seconds for line in lines[:1]), 0.0)
     if call and call.seconds < least_s:
         call = None  # something else costs more than all that it leads to
@@ -133,9 +157,6 @@ def host_code(evidence: Evidence) -> Judgement:
     fix = f"Find the slow code: {_OTHERWISE.format(every=100)}."
     # A line of the loop's own function is none of those that the call leads to.
     slow = call if thin or (call and lines and lines[0].function == call.function) else next(iter(lines), None)
-    growing = evidence.rank.growing_lines if slower is not None and slower.bucket == "host_code_s" else ()
-    if slow and slow.where in (line.where for line in growing[:1]):
-        return None  # what it cost at first is told as slowing down, too
     if slow:
         fix = _speed_up_line(slow, call or slow, share, _is_seldom(evidence), fed=evidence.loader is not None)
     return found(evidence, "host_code", cost_s, facts, fix, slow.where if slow else None, predicted)
