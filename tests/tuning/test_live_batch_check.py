@@ -172,6 +172,33 @@ def test_a_store_that_grows_is_a_reason_against_workers() -> None:
     assert "changes as it is read" in str(verdict_of(Remembering({})))
 
 
+class CountsInItsClass(Holding):
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        CountsInItsClass.reads += 1
+        return super().__getitem__(index)
+
+
+NOTED: list[int] = []
+
+
+def note(index: int) -> None:
+    NOTED.append(index)
+
+
+class NotesInItsModule(Holding):
+    def __getitem__(self, index: int) -> Any:
+        note(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", [CountsInItsClass, NotesInItsModule])
+def test_what_is_counted_in_a_class_or_a_module_is_a_reason_against_workers(kind: type[Holding]) -> None:
+    """It would stay in the worker, and the script would go on with the old count."""
+    assert "changes as it is read" in str(verdict_of(kind(None)))
+
+
 def test_a_fetch_that_moves_the_generators_draws_random_numbers() -> None:
     class Rarely(Holding):
         def __getitem__(self, index: int) -> Any:

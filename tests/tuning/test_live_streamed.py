@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,17 @@ class CountsPasses(IterableDataset[Any]):
         yield from random.Random(CountsPasses.passes).sample(range(SAMPLES), SAMPLES)
 
 
+class CountsSamples(Stream):
+    """The same in each pass, and the script reads its count."""
+
+    drawn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            CountsSamples.drawn += 1
+            yield number
+
+
 class KnowsItsWorker(IterableDataset[Any]):
     def __iter__(self) -> Iterator[int]:
         yield from [int(get_worker_info() is not None)] * SAMPLES
@@ -64,14 +76,14 @@ class Lines(IterableDataset[Any]):
         self.path = path
 
     def __iter__(self) -> Iterator[int]:
-        file = OPEN.setdefault(self.path, os.open(self.path, os.O_RDWR))
+        file = OPEN.by_path.setdefault(self.path, os.open(self.path, os.O_RDWR))
         for number in range(SAMPLES):
             os.read(file, 1)
             time.sleep(0.001)
             yield number
 
 
-OPEN: dict[str, int] = {}
+OPEN = SimpleNamespace(by_path={})
 
 
 def passes_of(loader: Any, passes: int = 4) -> list[list[Any]]:
@@ -103,6 +115,13 @@ def test_what_a_data_set_carries_from_pass_to_pass_is_left_to_it(tmp_path: Path)
         assert "into the next pass" in one.record.why
 
 
+def test_what_a_data_set_counts_in_its_class_is_counted_in_the_scripts_process(tmp_path: Path) -> None:
+    with tuning(tmp_path, []) as one:
+        passes_of(one.trains(DataLoader(CountsSamples(), batch_size=4)), passes=6)
+        assert CountsSamples.drawn == 6 * SAMPLES
+        assert one.record.state == "left_alone"
+
+
 @pytest.mark.parametrize(("folder", "is_data"), [(None, True), ("/tmp", False)])
 def test_a_file_that_stays_open_is_named_unless_it_is_a_compilers(
     folder: str | None, is_data: bool, tmp_path: Path
@@ -115,7 +134,7 @@ def test_a_file_that_stays_open_is_named_unless_it_is_a_compilers(
             assert passes_of(loader) == [list(range(SAMPLES))] * 4
             assert (one.record.state == "left_alone") == is_data
             assert (file.name in one.record.why) == is_data
-        os.close(OPEN.pop(file.name))
+        os.close(OPEN.by_path.pop(file.name))
 
 
 def test_passes_that_begin_differently_are_left_alone(tmp_path: Path) -> None:

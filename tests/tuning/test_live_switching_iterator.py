@@ -270,6 +270,19 @@ def test_an_error_of_the_sampler_reaches_the_script(tmp_path: Path) -> None:
         assert one.tuner._source() is None, "its workers have ended, without a garbage collection"
 
 
+def test_workers_end_though_a_traceback_holds_what_they_made_batches_for(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        workers = held = None
+        for _ in one.trains(DataLoader(Squares(SIZE), batch_size=2)):
+            pool = one.source.pool
+            if workers is None and pool.knobs.workers and pool.is_serving:
+                held, workers = pool._iterator, pool._iterator._workers
+        assert held is not None
+        for worker in workers:
+            worker.join(10)
+        assert not any(worker.is_alive() for worker in workers)
+
+
 def test_the_batches_of_a_pass_are_counted_over_all_pools(tmp_path: Path) -> None:
     """Loaders that can be resumed read torch's own count."""
     with tuning(tmp_path, [Knobs(2), Knobs(1)]) as one:

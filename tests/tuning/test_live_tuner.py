@@ -258,6 +258,15 @@ def test_random_augmentation_is_tuned_and_told_unless_exact(
             assert "others of the same distribution" in str(one.record.note)
 
 
+def test_the_shuffle_that_begins_a_pass_is_no_random_draw_of_the_data_set(tmp_path: Path) -> None:
+    limits = replace(HASTY, least_batches=3)  # the check begins with a pass
+    with tuning(tmp_path, [Knobs(2)], limits=limits, exact=True) as one:
+        loader = one.trains(DataLoader(Squares(8), batch_size=2, shuffle=True))
+        for _ in range(10):
+            assert len(drawn_from(loader)) == 4
+        assert (one.record.note, [move.outcome for move in one.record.moves]) == (None, ["kept"])
+
+
 def test_exact_tunes_what_stays_bit_for_bit(tmp_path: Path) -> None:
     with tuning(tmp_path, [Knobs(2)], exact=True) as one:
         assert drawn_from(one.trains(DataLoader(Squares(SIZE), batch_size=2))) == plain()

@@ -36,6 +36,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fulltilt.recorder.user_code import owner
 from fulltilt.tuning.live.worker_pool import IndexQueue, WorkerPool
 
 # What is rounded differently with one thread comes out the same now and then.
@@ -179,8 +180,8 @@ class Pickled(pickle.Pickler):
     """Pickles to nowhere, which finds what no other process can have: open files, connections, pools of threads.
 
     ``digest`` is that of a batch down to the last bit. Of a data set, large data, code and random generators are left
-    out, since forked workers have them anyway: it changes when the rest does. ``unusual`` names a tensor that a worker
-    would not hand over as it is.
+    out, since forked workers have them anyway: it changes when the rest does, or what its code counts in a class or a
+    module. ``unusual`` names a tensor that a worker would not hand over as it is.
     """
 
     def __init__(self, item: Any, is_batch: bool = True, with_generators: bool = False) -> None:
@@ -189,6 +190,7 @@ class Pickled(pickle.Pickler):
         super().__init__(self._written, protocol=pickle.HIGHEST_PROTOCOL)
         self._is_batch = is_batch
         self._with_generators = with_generators
+        self._code: list[types.FunctionType | type] = []  # of which a data set is made
         self.tensors = 0
         self.unusual: str | None = None
         self.problem: str | None = None
@@ -198,6 +200,10 @@ class Pickled(pickle.Pickler):
             pass
         except Exception as error:
             self.problem = f"{type(error).__name__}: {error}"
+        else:
+            for value in shared_state(self._code):
+                with contextlib.suppress(Exception):
+                    self.dump(value)
 
     @property
     def digest(self) -> bytes:
@@ -217,6 +223,7 @@ class Pickled(pickle.Pickler):
         if is_array:
             return int, (item.nbytes,)
         if isinstance(item, types.FunctionType):
+            self._code.append(item)
             cells = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
             return list, ([*cells, item.__defaults__, item.__kwdefaults__],)
         generators = (random.Random, torch.Generator, *_numpy_generators(numpy))
@@ -224,6 +231,7 @@ class Pickled(pickle.Pickler):
             return NotImplemented if not isinstance(item, torch.Generator) else (list, (item.get_state().tolist(),))
         if isinstance(item, (*_LEFT_OUT, *generators)) or (isinstance(item, io.IOBase) and item.closed):
             return int, ()
+        self._code.append(type(item))
         return NotImplemented
 
     def _tensor(self, item: torch.Tensor) -> Any:
@@ -237,6 +245,42 @@ class Pickled(pickle.Pickler):
         return tuple, ((str(item.dtype), tuple(item.shape), data),)
 
 
+def shared_state(code: list[types.FunctionType | type]) -> list[Any]:
+    """Plain values of the classes and modules that this code names, as far as it is the script's own: what it counts
+    there stays in the process that counts."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    while code:
+        one = code.pop()
+        if id(one) in seen or owner(_file_of(one)) != "user":
+            continue
+        seen.add(id(one))
+        if isinstance(one, type):
+            held = [value for name, value in vars(one).items() if not name.startswith("__")]
+            code.extend(one.__bases__)
+            # Its special methods, too: they are what a loader calls.
+            made_of = [getattr(value, "__func__", value) for value in vars(one).values()]
+        else:
+            held = made_of = [one.__globals__[name] for name in _names(one.__code__) if name in one.__globals__]
+        code.extend(value for value in made_of if isinstance(value, types.FunctionType))
+        found.extend(value for value in held if isinstance(value, _PLAIN))
+    return found
+
+
+def _file_of(code: types.FunctionType | type) -> str:
+    if isinstance(code, types.FunctionType):
+        return code.__code__.co_filename
+    return getattr(sys.modules.get(code.__module__), "__file__", None) or "<stdin>"  # a notebook has none
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
+
+
+_PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set)
 _LEFT_OUT = (type, types.ModuleType, types.BuiltinFunctionType, type(threading.Lock()), type(threading.RLock()))
 
 

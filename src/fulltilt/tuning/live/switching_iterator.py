@@ -62,7 +62,8 @@ class SwitchingIterator:
             raise StopIteration
         asked_s = time.perf_counter()
         self._let_tune(self._tuner.at_boundary)
-        check = self._tuner.collecting_check if self.is_steady else None
+        # The first batch of a pass is none to tell random draws by: its sampler draws the order.
+        check = self._tuner.collecting_check if self.is_steady and self._num_yielded else None
         if check is not None:
             self._let_tune(lambda _: check.about_to_fetch())
         began_s = time.perf_counter()

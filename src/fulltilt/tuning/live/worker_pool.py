@@ -1,7 +1,7 @@
 """Pools of workers: copies of the script's DataLoader with other settings, fed with index batches from one queue.
 
-Private to torch are ``_remove_worker_pids`` and ``_worker_pids_set`` (see `WorkerPool`), ``_iterator`` and
-``_get_iterator`` of a DataLoader; all else is its public face.
+Private to torch are ``_remove_worker_pids`` and ``_worker_pids_set`` (see `WorkerPool`), ``_shutdown_workers`` of an
+iterator, ``_iterator`` and ``_get_iterator`` of a DataLoader; all else is its public face.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from fulltilt.tuning.trial.throughput import ready_batches
 
 # What torch writes into the message of an error that the data set raised in a worker.
 RAISED_IN_WORKER = "in DataLoader worker process"
-HELD_S = 0.2
 
 
 def knobs_of(loader: Any) -> Knobs:
@@ -133,9 +132,10 @@ class WorkerPool:
         if self.knobs.workers and not self.is_scripts_own:
             signal_handling._remove_worker_pids(id(self._iterator))  # type: ignore[attr-defined]
             self._iterator._worker_pids_set = False
-        if self.knobs.workers and self.knobs.pin:
-            # Up to 2.14, torch's own exit handler waits five seconds for each worker that pins. This one comes first.
-            atexit.register(_drop, weakref.ref(self))
+        if self.knobs.workers:
+            # Before multiprocessing kills them, which leaves their folders in /tmp. Up to 2.14, torch's own exit
+            # handler waits five seconds for each worker that pins.
+            atexit.register(_end, weakref.ref(self))
 
     @property
     def is_serving(self) -> bool:
@@ -167,23 +167,26 @@ class WorkerPool:
         return self._feed.owed.popleft(), batch
 
     def retire(self) -> None:
-        """End its workers beside the training thread: joining them takes a moment, and five seconds where one hangs."""
+        """End its workers beside the training thread: joining them takes a moment, and five seconds where one hangs.
+
+        Not with the last reference, as torch does: the traceback of an error may hold it for good. A job that ends
+        meanwhile waits for it: workers that are killed leave their folders in /tmp.
+        """
+        iterator = self._let_go()
+        if self.knobs.workers and iterator is not None:
+            threading.Thread(target=iterator._shutdown_workers, name="fulltilt-retire").start()
+
+    def _let_go(self) -> Any:
         iterator = self._iterator
-        _drop(weakref.ref(self))
-        if self.knobs.workers:
-            # torch ends them with the last reference, which an error under way may hold for another moment.
-            thread = threading.Thread(target=_hold, args=(iterator,), name="fulltilt-retire", daemon=True)
-            del iterator
-            thread.start()
+        self._iterator = self._loader = self._iterate = None  # type: ignore[assignment]
+        return iterator
 
 
-def _hold(_: Any) -> None:
-    time.sleep(HELD_S)
-
-
-def _drop(reference: weakref.ref[WorkerPool]) -> None:
-    if (pool := reference()) is not None:
-        pool._iterator = pool._loader = pool._iterate = None  # type: ignore[assignment]
+def _end(reference: weakref.ref[WorkerPool]) -> None:
+    """As the job ends."""
+    pool = reference()
+    if pool is not None and (iterator := pool._let_go()) is not None:
+        iterator._shutdown_workers()
 
 
 # --------------------------------------------------------------------------- the index batches of a pass
