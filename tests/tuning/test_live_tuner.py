@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -165,6 +166,28 @@ def test_an_error_of_the_data_set_is_the_one_of_the_training_process(tmp_path: P
         assert errors == ["record 31 is damaged"]
         assert drawn == [batch for batch in plain() if 31 not in batch[1]]
         assert one.record.settings.num_workers == 2
+
+
+def test_a_pass_that_an_error_ends_leaves_no_workers_to_the_garbage_collector(tmp_path: Path) -> None:
+    class Damaged(Squares):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            if index == 31:
+                raise ValueError("record 31 is damaged")
+            return super().__getitem__(index)
+
+    with tuning(tmp_path, [Knobs(2)], [True]) as one:
+        loader = one.trains(DataLoader(Damaged(SIZE), batch_size=2))
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.raises(ValueError, match="record 31") as raised:
+                drawn_from(loader)
+            assert one.record.settings.num_workers == 2
+            assert raised.value.__context__ is None
+            del raised
+            assert one.tuner._source() is None
+        finally:
+            gc.enable()
 
 
 def test_an_evaluation_loader_is_not_touched(tmp_path: Path) -> None:

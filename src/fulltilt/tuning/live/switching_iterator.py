@@ -126,7 +126,14 @@ class SwitchingIterator:
                     raise error
                 finally:
                     del error  # else its traceback would hold this frame, and so the pool
-            made = self._tuner.make_here(self, pool.last_taken)
+            # Its traceback would hold this iterator, and so its workers, until a garbage collection: there torch waits
+            # five seconds for each of them.
+            error.__traceback__ = None
+            try:
+                made = self._tuner.make_here(self, pool.last_taken)
+            except Exception as own:
+                own.__context__ = None  # the worker's, of which the script knows nothing
+                raise
         self.queue.give_back([indices for other in self._line for indices in other.owed])
         self.retire()
         self._line = deque([self._tuner.replace_failed(self, pool, error)])
