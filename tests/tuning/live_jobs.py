@@ -45,7 +45,7 @@ class Tuning:
     """A session with live tuning in which the moves are ``script`` and each of them is kept as ``keeps`` says."""
 
     def __init__(
-        self, folder: Path, script: Sequence[Knobs], keeps: Sequence[bool], limits: Limits, exact: bool
+        self, folder: Path, script: Sequence[Knobs], keeps: Sequence[bool | None], limits: Limits, exact: bool
     ) -> None:
         self.script = list(script)
         self.keeps = list(keeps)
@@ -55,7 +55,7 @@ class Tuning:
     def decide(self, *_: Any) -> Knobs | Settle:
         return self.script.pop(0) if self.script else Settle("the script is over")
 
-    def pays(self, *_: Any) -> bool:
+    def pays(self, *_: Any) -> bool | None:
         return self.keeps.pop(0) if self.keeps else True
 
     @property
@@ -84,7 +84,7 @@ class Tuning:
 def tuning(
     folder: Path,
     script: Sequence[Knobs],
-    keeps: Sequence[bool] = (),
+    keeps: Sequence[bool | None] = (),
     limits: Limits = HASTY,
     capacity: Capacity = ROOMY,
     exact: bool = False,

@@ -107,6 +107,14 @@ def test_one_worker_brings_the_same_batches_and_stays_where_it_pays(paid: bool, 
     assert workers == [0, 0, 1, 0, paid, paid]
 
 
+def test_where_nothing_can_be_told_of_a_worker_there_is_none(tmp_path: Path) -> None:
+    with tuning(tmp_path, [], [None]) as one:
+        assert passes_of(one.trains(DataLoader(Stream(), batch_size=4)), 6) == [list(range(SAMPLES))] * 6
+        assert one.record.settings.num_workers == 0
+        assert "it cannot be told whether 1 worker pays" in one.record.why
+        assert "the job itself became" in str(one.record.moves[0].why)
+
+
 def test_what_a_data_set_carries_from_pass_to_pass_is_left_to_it(tmp_path: Path) -> None:
     expected = passes_of(DataLoader(Shuffled(), batch_size=4))
     with tuning(tmp_path, []) as one:

@@ -136,6 +136,24 @@ def test_what_is_on_trial_is_not_in_force(tmp_path: Path) -> None:
         assert noted == {(0, 0, 0), (0, 0, 2), (2, 2, 2), (2, 2, 3)}
 
 
+def test_what_could_not_be_told_is_not_kept_and_may_be_tried_again(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2), Knobs(2)], [None, True]) as one:
+        assert drawn_from(one.trains(DataLoader(Squares(2 * SIZE), batch_size=2))) == plain(2 * SIZE)
+        first, second = one.record.moves
+        assert (first.outcome, second.outcome) == ("returned", "kept")
+        assert "the job itself became" in str(first.why)
+        assert second.why is None
+        assert one.record.settings.num_workers == 2
+
+
+def test_a_trial_that_was_not_compared_is_on_trial(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        for _ in one.trains(DataLoader(Squares(2 * SIZE), batch_size=2)):
+            if (moves := one.record.moves) and moves[0].batches_per_s is not None:
+                break
+        assert (one.record.state, moves[0].outcome, one.record.settings.num_workers) == ("trying", "trying", 0)
+
+
 def test_what_was_found_for_another_loader_stays(tmp_path: Path) -> None:
     with tuning(tmp_path, []) as one:
         one.live.write("train.py:1", Settings(num_workers=2))
