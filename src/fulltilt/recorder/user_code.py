@@ -25,6 +25,14 @@ def _commands() -> str:
 
 
 @cache
+def _targets() -> tuple[str, ...]:
+    """Other folders that packages were installed into (``pip install --target``), and not the script's own."""
+    own = {os.path.realpath(folder) for folder in (*sys.path[:1], began_in() or "")}
+    folders = {os.path.realpath(folder) for folder in sys.path} - own
+    return tuple(folder + os.sep for folder in sorted(folders) if any(Path(folder).glob("*.dist-info")))
+
+
+@cache
 def owner(filename: str) -> str:
     """Who a source file belongs to: user, torch (or a part of it with a meaning of its own), fulltilt, stdlib, site."""
     path = filename.replace("\\", "/")
@@ -40,7 +48,7 @@ def owner(filename: str) -> str:
     if "site-packages/" in path or "dist-packages/" in path:
         return "site"
     real = os.path.realpath(filename)
-    if real.startswith(_commands()):
+    if real.startswith((_commands(), *_targets())):
         return "site"
     return "stdlib" if real.startswith(_stdlib()) else "user"
 
@@ -94,6 +102,9 @@ def shown_path(filename: str) -> str:
     for packages in ("site-packages/", "dist-packages/"):
         if packages in filename:
             return filename.rpartition(packages)[2]
+    for folder in _targets():
+        if (real := os.path.realpath(filename)).startswith(folder):
+            return real.removeprefix(folder)
     here = began_in()
     for base in (here, (here / (sys.argv[0] or ".")).resolve().parent) if here else ():
         try:
