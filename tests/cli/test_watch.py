@@ -195,6 +195,8 @@ FOREIGN = {
         (["--interval", "nan"], 2, "--interval nan is not between"),
         (["--out", "{tmp}/nowhere/s.jsonl"], 7, "cannot write {tmp}/nowhere/s.jsonl: No such file or directory"),
         (["--out", "{tmp}"], 7, "cannot write {tmp}: Is a directory"),
+        (["--once", "--out", "{tmp}/pipe"], 7, "cannot write {tmp}/pipe: it is no plain file"),
+        (["--once", "--out", "/dev/null"], 7, "cannot write /dev/null: it is no plain file"),
         *((["--out", f"{{tmp}}/{name}"], 2, f"{{tmp}}/{name} exists and holds something else") for name in FOREIGN),
     ],
 )
@@ -203,6 +205,7 @@ def test_bad_input_is_one_or_two_lines_before_the_screen_opens(
 ) -> None:
     for name, text in FOREIGN.items():
         (tmp_path / name).write_text(text)
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SystemExit) as ended:
         main(["watch", *(flag.format(tmp=tmp_path) for flag in flags)])
     shown = capsys.readouterr()

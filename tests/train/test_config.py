@@ -118,6 +118,10 @@ BOMB = "a: &a [x, x, x, x]\nb: &b [*a, *a, *a, *a]\nc: &c [*b, *b, *b, *b]\nlr: 
         ("latin.yaml", "name: \x00", "not a valid config"),
         ("run.ini", "lr=1", r"configs end in"),
         ("missing.yaml", None, "cannot read"),
+        ("twice.yaml", "lr: 1\nepochs: 2\nlr: 2\n", r"twice.yaml is not a valid config: line 3: the key 'lr' stands"),
+        ("twice.toml", "lr = 1\nepochs = 2\nlr = 2\n", r"twice.toml is not .* line 3: the key 'lr' stands"),
+        ("twice.json", '{"lr": 1,\n"out": "lr",\n"lr": 2}', r"twice.json is not .*the key 'lr' stands twice: line 3"),
+        ("map.yaml", "!!map [1]", "not a valid config"),
     ],
 )
 def test_files_that_are_refused(name: str, content: str | None, words: str, tmp_path: Path) -> None:

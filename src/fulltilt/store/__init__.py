@@ -38,6 +38,7 @@ from fulltilt.store.run_folder import create_folder as create_folder
 from fulltilt.store.run_folder import create_task_folder as create_task_folder
 from fulltilt.store.run_folder import is_task as is_task
 from fulltilt.store.run_folder import move_earlier_run as move_earlier_run
+from fulltilt.store.run_folder import parse_json as parse_json
 from fulltilt.store.run_folder import rank_file as rank_file
 from fulltilt.store.run_folder import rank_parts as rank_parts
 from fulltilt.store.run_folder import read_json as read_json

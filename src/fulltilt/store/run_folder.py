@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 import socket
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,7 +71,7 @@ def read_json(path: Path, *, follow: bool = False) -> Any:
     """The content of a JSON file; a link is followed only where the user named it. Raises RunFolderError."""
     try:
         with open_plain(path, follow=follow) as file:
-            return json.loads(file.read().decode("utf-8"))
+            return parse_json(file.read().decode("utf-8"))
     except FileNotFoundError as error:
         raise RunFolderError(f"{path} does not exist") from error
     except OSError as error:
@@ -78,6 +79,21 @@ def read_json(path: Path, *, follow: bool = False) -> Any:
     except (ValueError, RecursionError) as error:  # also no UTF-8, or a number with too many digits
         line = getattr(error, "lineno", 1)
         raise RunFolderError(f"{path}, line {line}: damaged JSON ({error})") from error
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError also where a key stands twice: one of its values would be lost."""
+
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            keys = [key for key, _ in pairs]
+            key = next(key for number, key in enumerate(keys) if key in keys[:number])
+            again = list(re.finditer(rf"{re.escape(json.dumps(key, ensure_ascii=False))}\s*:", text))
+            raise json.JSONDecodeError(f"the key {key!r} stands twice", text, again[-1].start() if again else 0)
+        return made
+
+    return json.loads(text, object_pairs_hook=mapping)
 
 
 def read_record(path: Path, record: type[Record]) -> Record:
@@ -368,6 +384,8 @@ class LineWriter:
 def _opened(path: Path, more: int = 0) -> Iterator[int]:
     fd = os.open(path, _APPENDING | more, PRIVATE)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
         yield fd
     finally:
         os.close(fd)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 import os
 import re
@@ -149,9 +148,9 @@ def read(path: Path) -> dict[str, Any]:
         if path.suffix in (".yaml", ".yml"):
             content = _read_yaml(text)
         elif path.suffix == ".toml":
-            content = tomllib.loads(text)
+            content = _read_toml(text)
         elif path.suffix == ".json":
-            content = json.loads(text)
+            content = store.parse_json(text)
         else:
             raise UsageError(f"{path}: configs end in .yaml, .yml, .toml or .json")
     except OSError as error:
@@ -260,6 +259,17 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _read_toml(text: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"Cannot overwrite a value \(at line (\d+)", str(error))
+        if line is None:
+            raise
+        key = text.split("\n")[int(line[1]) - 1].partition("=")[0].strip()
+        raise ValueError(f"line {line[1]}: the key {key!r} stands twice") from error
+
+
 def _read_yaml(text: str) -> Any:
     if "[" * 99 in text or "{" * 99 in text:  # seconds of work for the library, and no config
         raise ValueError("too deeply nested")
@@ -270,7 +280,17 @@ def _read_yaml(text: str) -> Any:
         raise UsageError("reading YAML needs PyYAML", remedy) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
-        """YAML 1.1 reads 2e-5 as text because it lacks a dot. Everybody means the number."""
+        """YAML 1.1 reads 2e-5 as text because it lacks a dot. Everybody means the number. No key stands twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            made = super().construct_mapping(node, deep)
+            keys = set()
+            for key, _ in node.value:
+                if key.value in keys:
+                    twice = f"the key {key.value!r} stands twice"
+                    raise yaml.MarkedYAMLError(problem=twice, problem_mark=key.start_mark)
+                keys.add(key.value)
+            return made
 
     Loader.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
