@@ -105,7 +105,7 @@ def test_crops_are_windows_of_the_image_and_reach_its_edges():
         assert torch.equal(crop[0], batch[0, 0, start // 12 :, start % 12 :][:14, :10])
     padded, _ = run([RandomCrop(16, 12, padding=4)], batch, indices=torch.arange(500))
     assert (padded == 0).any()
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(UsageError, match="does not fit"):
         run([RandomCrop(20, 10)], batch)
 
 
@@ -321,3 +321,37 @@ def test_the_image_is_found_behind_the_labels_and_missed_in_words():
         flips([labels, labels], 0, 0, labels)
     with pytest.raises(UsageError, match=r"no 'picture'.*but 'label', 'image'"):
         Pipeline([HorizontalFlip()], image="picture")({"label": labels, "image": images}, 0, 0, labels)
+
+
+@pytest.mark.parametrize(
+    ("transforms", "shape", "words"),
+    [
+        ([HorizontalFlip()], (2, 4, 4), r"HorizontalFlip takes a batch of \[batch, channels, height, width\], not of"),
+        ([ColourJitter(0.1)], (2, 3, 5, 4, 4), r"ColourJitter takes .* not of \[2, 3, 5, 4, 4\]"),
+        ([Normalise()], (2, 1, 4, 4), r"Normalise takes a batch of \[batch, 3, height, width\], not of \[2, 1, 4, 4\]"),
+        ([SpecAugment()], (2, 1, 4, 4), r"SpecAugment takes a batch of \[batch, time, features\], not of"),
+        ([RandomCrop(8, 8)], (2, 1, 4, 4), "a crop of 8×8 does not fit an image of 4×4"),
+    ],
+)
+def test_a_batch_of_another_shape_is_refused(transforms, shape, words):
+    with pytest.raises(UsageError, match=words):
+        Pipeline(transforms, compile=False)(torch.rand(shape), 0, 0, numbers(2))
+
+
+def test_what_fits_or_may_have_been_made_to_fit_is_taken():
+    class Coloured:
+        draws = 0
+
+        def apply(self, image, u):
+            return image.expand(-1, 3, -1, -1)
+
+    for transforms in ([Normalise((0.5,), (0.5,))], [Coloured(), Normalise()]):
+        assert len(Pipeline(transforms, compile=False)(torch.rand(2, 1, 4, 4), 0, 0, numbers(2))) == 2
+    with pytest.raises(UsageError, match="2 means and 3 deviations"):
+        Normalise(mean=(0.0, 0.0))
+
+
+def test_a_mask_of_another_size_is_refused():
+    flips = Pipeline([HorizontalFlip()], image="x", mask="y", compile=False)
+    with pytest.raises(UsageError, match=r"the mask should be \[2, 4, 4\] .*, not \[2, 8, 8\]"):
+        flips({"x": torch.rand(2, 3, 4, 4), "y": torch.rand(2, 8, 8)}, 0, 0, numbers(2))

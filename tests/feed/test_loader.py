@@ -480,3 +480,14 @@ def test_a_killed_worker_is_explained():
         pytest.raises(MachineError, match="got SIGKILL, most likely from the OOM killer"),
     ):
         list(loader)
+
+
+@pytest.mark.parametrize("residency", ["ram", "disk"])
+def test_a_torch_without_numpy_will_do(monkeypatch, tmp_path, residency):
+    def refused(*_):
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", refused)
+    with feed.loader(Pixels(8), 4, num_workers=0, residency=residency, cache_dir=tmp_path, cache_key="k") as loader:
+        assert [len(batch) for _ in range(2) for batch, _ in loader] == [4] * 4
+        assert loader.tier == residency

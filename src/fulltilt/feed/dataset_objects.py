@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import UsageError
+from fulltilt.feed.sample_store import memory_of
 
 # Libraries whose open handles must not be shared: readers in two processes would share a position or a lock.
 _HANDLES_OF = frozenset({"h5py", "lmdb", "sqlite3", "tables", "netCDF4", "tarfile", "zipfile", "socket"})
@@ -164,7 +165,8 @@ def _is_generator(item: Any) -> bool:
 
 def _state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
+        state = generator.get_state()
+        return bytes(memory_of(state))
     return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.__getstate__()
 
 

@@ -37,7 +37,7 @@ import torch
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.feed.epoch_order import spread
 from fulltilt.feed.sample_layout import Layout
-from fulltilt.feed.sample_store import Store
+from fulltilt.feed.sample_store import Store, memory_of
 from fulltilt.figures import size as in_words
 from fulltilt.store.owned_folder import MARKER, OwnedFolder, is_private, kind_of
 
@@ -227,7 +227,7 @@ class DiskStore(Store):
         """Write rows, then their checksums. Raises CacheFull."""
         try:
             for position, index in enumerate(indices.tolist()):
-                data = rows[position].numpy().data
+                data = memory_of(rows[position])
                 _write_fully(self._fd, data, self._rows_at + index * self._row_bytes)
                 _write_fully(self._fd, _mark(data).to_bytes(4, "little"), HEADER_BYTES + index * 4)
         except OSError as error:
@@ -259,7 +259,7 @@ class DiskStore(Store):
         """A row that is not what was written, among as many as can be read in a moment."""
         samples, row_bytes = self.rows.shape
         for index in spread(samples, max(1, min(CHECKED_ROWS, CHECKED_BYTES // row_bytes))):
-            if int(self._marks[index]) & 0xFFFFFFFF != _mark(self.rows[index].numpy().data):
+            if int(self._marks[index]) & 0xFFFFFFFF != _mark(memory_of(self.rows[index])):
                 return index
         return None
 

@@ -55,7 +55,7 @@ def as_tensor(value: Any, path: str) -> torch.Tensor:
             # torch takes neither the other byte order nor a flipped view; a data set may return both.
             array = numpy.asarray(value, value.dtype.newbyteorder("="))
             return torch.as_tensor(array.copy() if any(stride < 0 for stride in array.strides) else array).contiguous()
-        except TypeError as error:
+        except (TypeError, RuntimeError) as error:  # the latter: torch was built for another NumPy
             raise Unstorable(
                 f"{path or 'the sample'} is an array of {value.dtype}, which torch does not have"
             ) from error

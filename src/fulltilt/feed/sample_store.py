@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import warnings
@@ -26,6 +27,12 @@ def shared_bytes(size: int) -> torch.Tensor:
             f"the system gives no {size} bytes of memory: {error.strerror or error}",
             "Use smaller batches, or allow the job more memory (ulimit -v).",
         ) from error
+
+
+def memory_of(row: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, as long as it lives; ``Tensor.numpy`` would need NumPy."""
+    size = row.numel() * row.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(row.data_ptr())).cast("B")
 
 
 def pin(memory: torch.Tensor, device: torch.device, owner: object) -> None:

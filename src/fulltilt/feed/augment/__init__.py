@@ -91,12 +91,32 @@ class Pipeline:
         image_key, mask_key = self._keys(batch)
         image = batch if image_key is None else batch[image_key]
         mask = batch[mask_key] if mask_key is not None else None
+        self._check_shapes(image, mask)
         for transform in self.transforms:
             prepare = getattr(transform, "prepare", None)
             if prepare is not None:
                 prepare(image.device)
         image, mask = self._run(image, mask, seed, epoch, indices)
         return _with(batch, image_key, image, mask_key, mask)
+
+    def _check_shapes(self, image: torch.Tensor, mask: torch.Tensor | None) -> None:
+        for transform in self.transforms:
+            takes = getattr(transform, "takes", None)
+            if takes is None:
+                break  # one of the user's own may make another shape for those behind it
+            shape = image.shape
+            if len(takes) != len(shape) or any(a != b for a, b in zip(takes, shape, strict=True) if type(a) is int):
+                raise UsageError(
+                    f"{type(transform).__name__} takes a batch of [{', '.join(map(str, takes))}], not of {list(shape)}",
+                    "Name the tensor with Pipeline(..., image=...), or give the data set's samples that shape.",
+                )
+        size = image.shape[-2:]
+        if mask is not None and (mask.ndim not in (3, 4) or len(mask) != len(image) or mask.shape[-2:] != size):
+            raise UsageError(
+                f"the mask should be [{len(image)}, {size[0]}, {size[1]}] as the image is, "
+                f"with or without channels, not {list(mask.shape)}",
+                "Name it with Pipeline(..., mask=...), or give both the same size.",
+            )
 
     def _run(
         self, image: torch.Tensor, mask: torch.Tensor | None, seed: int, epoch: int, indices: torch.Tensor

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from fulltilt.errors import UsageError
+
 Size = tuple[int, int]  # height, width
+# What each axis of a batch is; a number where it must be so long.
+Shape = tuple[str | int, ...]
+IMAGES: Shape = ("batch", "channels", "height", "width")
 
 
 class Geometric:
@@ -21,6 +26,7 @@ class Geometric:
 
     draws = 0
     exact = False
+    takes: Shape = IMAGES
 
     def size(self, size: Size) -> Size:
         """The output size for an input size."""
@@ -75,7 +81,7 @@ class RandomCrop(_Window):
     def size(self, size: Size) -> Size:
         """The window."""
         if self.height > size[0] + 2 * self.padding or self.width > size[1] + 2 * self.padding:
-            raise ValueError(f"a crop of {self.height}×{self.width} does not fit an image of {size[0]}×{size[1]}")
+            raise UsageError(f"a crop of {self.height}×{self.width} does not fit an image of {size[0]}×{size[1]}")
         return super().size(size)
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:

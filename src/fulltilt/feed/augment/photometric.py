@@ -7,6 +7,9 @@ from typing import Protocol
 
 import torch
 
+from fulltilt.errors import UsageError
+from fulltilt.feed.augment.geometry import IMAGES, Shape
+
 
 class Photometric(Protocol):
     """A transform of values. ``draws`` uniform numbers steer it for each sample."""
@@ -29,6 +32,7 @@ class ColourJitter:
     saturation: float = 0.0
     hue: float = 0.0
     draws = 4
+    takes = IMAGES
 
     def apply(self, image: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         """The new image."""
@@ -55,6 +59,16 @@ class Normalise:
     _on: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False, repr=False)
     draws = 0
 
+    def __post_init__(self) -> None:
+        if len({len(self.mean), len(self.std)} - {1}) > 1:
+            raise UsageError(f"Normalise has {len(self.mean)} means and {len(self.std)} deviations for the channels")
+
+    @property
+    def takes(self) -> Shape:
+        """As many channels as there are constants; one of them is for all channels."""
+        constants = max(len(self.mean), len(self.std))
+        return ("batch", "channels" if constants == 1 else constants, "height", "width")
+
     def prepare(self, device: torch.device) -> None:
         """Put the constants on the device once: a copy in each step would make the host wait for the GPU."""
         if str(device) not in self._on:
@@ -80,6 +94,7 @@ class SpecAugment:
     feature_masks: int = 2
     feature_width: int = 4
     fill: float | None = 0.0
+    takes = ("batch", "time", "features")
 
     @property
     def draws(self) -> int:
