@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fulltilt.cli.main import main
 from fulltilt.cli.tune import named_in_full
 
 
@@ -36,3 +38,19 @@ def test_what_a_recipe_refuses_is_told_and_its_folder_has_its_name(tmp_path: Pat
     assert ended.returncode == 2
     assert "No such option: --nonsense" in ended.stderr.splitlines()[-2]
     assert [path.name[16:] for path in (tmp_path / "fulltilt-runs").iterdir()] == ["tune-cod"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_polite_signal_ends_it_as_ctrl_c_does(number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also before the first trial, where isolations are tried out in temporary folders."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fulltilt.cli.tune.choose", lambda _: os.kill(os.getpid(), number))
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["tune", "train.py"])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert ended.value.code == 130

@@ -211,6 +211,7 @@ def test_a_signal_that_ends_the_job_is_seen_outside(job: Path) -> None:
 @pytest.mark.parametrize("kept_apart", [Isolation("none"), *([ROOT, USER] if os.geteuid() == 0 else [])])
 def test_a_killed_study_leaves_neither_trial_nor_its_files(kept_apart: Isolation, tmp_path: Path) -> None:
     (tmp_path / "records").mkdir()
+    (tmp_path / "caches").mkdir()
     code = f"""
 import subprocess, sys, time
 from pathlib import Path
@@ -218,7 +219,8 @@ from fulltilt.tuning.trial.isolation import Isolation
 isolation = {kept_apart!r}
 scratch = isolation.scratch()
 sleeps = "import os, time; open(f'{tmp_path}/records/{{os.getpid()}}', 'w'); time.sleep(600)"
-command = isolation.command([sys.executable, "-c", sleeps], scratch, Path({str(tmp_path / "records")!r}))
+records, caches = Path({str(tmp_path / "records")!r}), Path({str(tmp_path / "caches")!r})
+command = isolation.command([sys.executable, "-c", sleeps], scratch, records, temporary=[caches])
 trial = subprocess.Popen(command)
 print(trial.pid, scratch, flush=True)
 time.sleep(600)
@@ -236,8 +238,8 @@ time.sleep(600)
         time.sleep(0.02)
     assert len(processes) == 2
     assert not any(map(_runs, processes))
-    assert not [path for path in Path(scratch).rglob("*") if path.is_file()]
-    remove_scratch(Path(scratch))
+    assert not Path(scratch).exists()
+    assert not (tmp_path / "caches").exists()
 
 
 @pytest.mark.parametrize("kept_apart", [Isolation("none"), Isolation("landlock"), ROOT, ROOT_IN_MEMORY])

@@ -327,12 +327,8 @@ def test_a_study_stopped_before_its_first_trial_claims_nothing(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Study, "run", stopped)
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        folder = tmp_path / "study"
-        code = conduct(["train.py"], ["python", "train.py"], folder, frozenset(), IN_PLACE, 60.0, None, apply=False)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    folder = tmp_path / "study"
+    code = conduct(["train.py"], ["python", "train.py"], folder, frozenset(), IN_PLACE, 60.0, None, apply=False)
     assert code == 3
     said = capsys.readouterr().err
     assert "stopped; no trial has ended yet. Go on with:\n  fulltilt tune" in said

@@ -113,6 +113,9 @@ def tune(
     trial_limit_s = None if trial_limit is None else seconds_of("--trial-limit", trial_limit)
     allowed = parse_allow(allow)
     tell_of_flags("tune", OWN_FLAGS, arguments)
+    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: what is temporary is deleted on the way out
+        if signal.getsignal(number := getattr(signal, name, signal.SIGTERM)) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     isolation, reasons = choose(in_place)
     if isolation is None:
         raise MachineError(
@@ -184,7 +187,6 @@ def conduct(
             )
 
     stopped = False
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with study.folder.locked(f"another study runs in {folder}"):
             study.run(budget_s, trying, tried)

@@ -70,12 +70,18 @@ class Isolation:
         base = "/var/tmp" if self.kind == "namespace" and not self.in_memory else tempfile.gettempdir()
         return Path(tempfile.mkdtemp(prefix="fulltilt-trial-", dir=base)).resolve()
 
-    def command(self, command: Sequence[str], scratch: Path, *writable: Path) -> list[str]:
-        """The command of an isolated trial; what it writes into the ``writable`` folders is really there."""
+    def command(
+        self, command: Sequence[str], scratch: Path, *writable: Path, temporary: Sequence[Path] = ()
+    ) -> list[str]:
+        """The command of an isolated trial; what it writes into the ``writable`` folders is really there.
+
+        Where the study is killed, the trial deletes its scratch folder and the ``temporary`` ones.
+        """
         if not sys.platform.startswith("linux"):
             return list(command)
         plan = {**asdict(self), "scratch": str(scratch), "study": os.getpid(), "cwd": str(Path.cwd())}
         plan["writable"] = [str(folder.resolve()) for folder in writable]
+        plan["temporary"] = [str(folder.resolve()) for folder in (scratch, *temporary)]
         plan["needed"] = sorted(self._needed([Path.cwd(), Path.home(), *_named_in(command)]))
         return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), json.dumps(plan), *command]
 
@@ -145,7 +151,7 @@ def _try_out(isolation: Isolation) -> str | None:
         (place / "there").mkdir()
         (place / "folder").mkdir()
         probe = [sys.executable, "-I", "-S", "-c", _TRIAL, isolation.kind, str(place)]
-        command = isolation.command(probe, scratch, place / "folder")
+        command = isolation.command(probe, scratch, place / "folder", temporary=[place])
         plan = json.loads(command[4])
         command[4] = json.dumps({**plan, "cwd": str(place.resolve())})
         done = subprocess.run(
@@ -222,10 +228,30 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def _main(plan: dict[str, Any], command: list[str]) -> int:
-    """Isolate this process, run the command below it, and return its exit status: 128 and the signal if killed.
+    """Run the command isolated in a process below this one, and return its exit status: 128 and the signal if killed.
 
-    All forks happen here, before torch is there: a child of a process with a pool of threads may hang in it.
+    All forks happen here, before torch is there: a child of a process with a pool of threads may hang in it. This
+    process itself stays outside of the isolation: a mount could not be removed from within.
     """
+    signal.signal(signal.SIGTERM, lambda *_: _end(plan))
+    _call("prctl", "prctl", PR_SET_CHILD_SUBREAPER, 1)
+    _call("prctl", "prctl", PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != plan["study"]:
+        return 1
+    job = os.fork()
+    if job == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os._exit(_become(plan, command))
+    while True:  # orphans are reaped on the way
+        ended, status = os.wait()
+        if ended == job:
+            kill_below(os.getpid())
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def _become(plan: dict[str, Any], command: list[str]) -> int:
+    """Isolate this process and let it go on as the command. Returns the exit status where that fails."""
     try:
         if plan["kind"] == "namespace":
             _enter_namespaces(plan["with_user"])
@@ -236,31 +262,18 @@ def _main(plan: dict[str, Any], command: list[str]) -> int:
         where = f": {error.filename}" if error.filename else ""
         print(f"fulltilt: this trial cannot be kept from your files: {error.strerror}{where}", file=sys.stderr)
         return CANNOT_ISOLATE
-    signal.signal(signal.SIGTERM, lambda *_: _end(plan))
-    _call("prctl", "prctl", PR_SET_CHILD_SUBREAPER, 1)
-    _call("prctl", "prctl", PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != plan["study"]:
-        return 1
-    job = os.fork()
-    if job == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        try:
-            os.execvp(command[0], command)
-        except OSError as error:
-            print(f"fulltilt: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
-            os._exit(127)
-    while True:  # orphans are reaped on the way
-        ended, status = os.wait()
-        if ended == job:
-            kill_below(os.getpid())
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"fulltilt: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
 
 
 def _end(plan: dict[str, Any]) -> None:
     """The study was killed: so is its trial, and nothing of it stays."""
     kill_below(os.getpid())
-    remove_scratch(Path(plan["scratch"]))
+    for folder in plan["temporary"]:
+        remove_scratch(Path(folder))
     os._exit(1)
 
 

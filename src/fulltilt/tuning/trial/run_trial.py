@@ -131,7 +131,7 @@ def _start(
     with os.fdopen(owned.create(folder / OUTPUT_FILE, 0o600), "ab") as output:
         # A session of its own: Ctrl-C reaches the study alone, which then ends its trial.
         return subprocess.Popen(
-            isolation.command(command, scratch, folder, caches),
+            isolation.command(command, scratch, folder, caches, temporary=[caches]),
             env=variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
