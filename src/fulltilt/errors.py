@@ -88,6 +88,8 @@ def refused_path(error: BaseException) -> MachineError | None:
 
     A folder may forbid even to ask what is in it, wherever it is first looked at.
     """
+    if isinstance(error, OSError) and error.errno == errno.ENOENT and error.filename is None:  # getcwd
+        return MachineError("the working folder is not there any more", "Change to another folder.")
     if not isinstance(error, OSError) or error.filename is None or error.errno not in _REFUSALS:
         return None
     path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else error.filename

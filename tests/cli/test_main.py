@@ -112,6 +112,34 @@ def test_runs_below_a_folder_that_is_none_are_named(
         assert capsys.readouterr().err.endswith("There are runs in fulltilt-runs/a.\n")
 
 
+@pytest.mark.parametrize("module", ["fulltilt.py", "fulltilt/__init__.py"])
+def test_a_script_with_a_module_of_our_name_is_refused(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / module).parent.mkdir(exist_ok=True)
+    for name in (module, "train.py"):
+        (tmp_path / name).touch()
+    for verb in ("run", "tune"):
+        with pytest.raises(SystemExit) as ended:
+            main([verb, "train.py"])
+        assert ended.value.code == 2
+        assert f"{tmp_path / module} has the name of this package" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["report"], ["watch", "--once", "--out", "x"]])
+def test_a_deleted_working_folder_is_told(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 7
+    assert capsys.readouterr().err.startswith("fulltilt: the working folder is not there any more\n")
+
+
 @pytest.mark.parametrize(("words", "wanted"), [("fulltilt rep", "report"), ("fulltilt run --au", "--auto")])
 def test_completion_knows_verbs_and_flags(
     words: str, wanted: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -281,6 +281,13 @@ def test_workers_that_live_tuning_added_are_not_too_many() -> None:
     assert "slow each other down" not in verdict.sentence
 
 
+def test_a_record_of_no_usable_cpu_divides_by_nothing() -> None:
+    run = replace(crowd(), samples=sampled(host_reading=host(cpu_pct=99.0, tree_cpu_pct=40.0)))
+    cpu = replace(run.run.machine.cpu, usable=0.0)
+    damaged = replace(run, run=replace(run.run, machine=replace(run.run.machine, cpu=cpu)))
+    assert gather(damaged).host.others_share == 0.0
+
+
 def test_workers_that_queue_behind_other_processes_are_not_called_too_many() -> None:
     crowded = replace(crowd(), samples=sampled(host_reading=host(cpu_pct=99.0, tree_cpu_pct=40.0)))
     alone = replace(crowd(), samples=sampled(host_reading=host(cpu_pct=99.0, tree_cpu_pct=190.0)))

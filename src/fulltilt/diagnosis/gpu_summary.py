@@ -151,7 +151,7 @@ def _others_share(hosts: Iterable[HostReading], cpu: CpuCapacity) -> float:
     if not used or fmean(all_ for all_, _ in used) < LIMITS.no_cpu_free:
         return 0.0
     all_, own = (fmean(each) for each in zip(*used, strict=True))
-    return min(max(all_ * cpu.present - own, 0.0), max(cpu.usable - own, 0.0)) / cpu.usable
+    return min(max(all_ * cpu.present - own, 0.0), max(cpu.usable - own, 0.0)) / max(cpu.usable, 0.01)
 
 
 def is_it_real(gpu: GpuSummary) -> str | None:

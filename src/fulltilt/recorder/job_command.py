@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fulltilt
 from fulltilt.errors import UsageError
 from fulltilt.recorder.launchers import LAUNCHERS
 
@@ -28,6 +29,7 @@ def job_command(arguments: list[str]) -> list[str]:
     if path.suffix in (".py", ".pyz") or (path.is_dir() and (path / "__main__.py").exists()):
         if not path.exists():
             raise UsageError(f"{first} does not exist{_similar(path)}", f"The working folder is {Path.cwd()}.")
+        _refuse_namesake(path if path.is_dir() else path.resolve().parent)
         return [*python, *arguments]
     if first in LAUNCHERS:
         beside = Path(sys.executable).parent / first
@@ -44,6 +46,15 @@ def job_command(arguments: list[str]) -> list[str]:
     raise UsageError(
         f"{first} is neither a script nor a program that can be found", f"The working folder is {Path.cwd()}."
     )
+
+
+def _refuse_namesake(folder: Path) -> None:
+    """A module called fulltilt beside the script is what its imports mean; in the job they would find this package."""
+    for module in (folder / "fulltilt.py", folder / "fulltilt" / "__init__.py"):
+        if module.exists() and not module.samefile(fulltilt.__file__):
+            raise UsageError(
+                f"{module} has the name of this package: the script would import the wrong one", "Rename it."
+            )
 
 
 def _similar(path: Path) -> str:
