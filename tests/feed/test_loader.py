@@ -429,6 +429,12 @@ def test_mistakes_are_told_in_a_sentence():
         ({"collate_fn": torch.stack}, "has no collate_fn"),
         ({"sampler": 5}, "cannot be asked"),
         ({"rank": 2, "world_size": 2}, "rank 2 is not below"),
+        ({"rank": "0", "world_size": 2}, "rank is '0' and world_size 2"),
+        ({"rank": 0, "world_size": 1.5}, "rank is 0 and world_size 1.5"),
+        ({"num_workers": "2"}, "num_workers is '2'; it must be a whole number from 0 to 1,024"),
+        ({"num_workers": 1025}, "num_workers is 1025"),
+        ({"device": 1.5}, "device 1.5 is unknown"),
+        ({"batch_size": 10**30}, "batch_size is 1000"),
         ({"batch_size": True}, "batch_size is True"),
     ],
 )

@@ -57,6 +57,7 @@ def _inspect(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspect
         try:
             layout = layout_of(first)
         except Unstorable as error:
+            _check_collates(first, str(error))
             return Inspection(None, unstorable_because=str(error))
         row = torch.zeros(layout.row_bytes, dtype=torch.uint8)
         for index, sample in drawn.items():
@@ -85,6 +86,17 @@ def _random_because(dataset: Any, drawn: dict[int, Any]) -> str | None:
                 if not same_sample(before, now):
                     return f"sample {index} is another one when it is read again"
     return None
+
+
+def _check_collates(sample: Any, unstorable_because: str) -> None:
+    try:
+        torch.utils.data.default_collate([sample, sample])
+    except Exception as error:
+        raise UsageError(
+            f"torch cannot make a batch of these samples: {unstorable_because}",
+            "Return tensors, arrays and numbers alone. A DataLoader takes a collate_fn for others, fulltilt.train a "
+            "Job(collate=...).",
+        ) from error
 
 
 def length_of(dataset: Any) -> int:

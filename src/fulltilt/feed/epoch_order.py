@@ -185,8 +185,8 @@ def step_samples(order: BatchOrder) -> int | None:
 
 
 def is_whole(number: Any, at_least: int = 0) -> bool:
-    """Whether it is a whole number (NumPy has some of its own) of ``at_least`` so many."""
-    return type(number) is not bool and isinstance(number, Integral) and int(number) >= at_least
+    """Whether it is a whole number (NumPy has some of its own) of ``at_least`` so many, and none beyond all reason."""
+    return type(number) is not bool and isinstance(number, Integral) and at_least <= int(number) < 2**31
 
 
 def every_batch_counts(order: BatchOrder) -> bool:
@@ -288,6 +288,8 @@ def ranks(rank: int | None = None, world_size: int | None = None) -> tuple[int, 
     running = distributed.is_available() and distributed.is_initialized()
     found = (distributed.get_rank(), distributed.get_world_size()) if running else (0, 1)
     rank, world_size = found[0] if rank is None else rank, found[1] if world_size is None else world_size
-    if not 0 <= rank < world_size:
+    if not (is_whole(rank) and is_whole(world_size)):
+        raise UsageError(f"rank is {rank!r} and world_size {world_size!r}; both must be whole numbers of at least 0")
+    if rank >= world_size:
         raise UsageError(f"rank {rank} is not below world_size {world_size}")
     return rank, world_size

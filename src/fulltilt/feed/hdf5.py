@@ -25,7 +25,7 @@ from fulltilt.feed.progress import progress
 from fulltilt.feed.random_numbers import mix
 from fulltilt.feed.sample_store import device_or_default
 from fulltilt.feed.tiers import Residency, choose_tier, measure_room
-from fulltilt.feed.worker_pool import WorkerPool, default_workers
+from fulltilt.feed.worker_pool import WorkerPool, asked_workers
 
 # Rows that are mixed with each other when they are streamed: a gigabyte of them, unless the user asks for more.
 MIXING_BYTES = 1024**3
@@ -79,7 +79,7 @@ class Hdf5Loader(PositionedLoader):
         rank, world_size = ranks(rank, world_size)
         self.order = Order(source.samples, batch_size, shuffle, seed, drop_last, rank, world_size)
         self.device = device = device_or_default(device)
-        self.workers = default_workers() if num_workers is None else num_workers
+        self.workers = asked_workers(num_workers)
         self._windowed = set(keys[:1] if window_keys is None else window_keys)
         if unknown := self._windowed - set(keys):
             raise UsageError(f"window_keys names {', '.join(sorted(unknown))}, which is not among the keys")

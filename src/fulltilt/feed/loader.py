@@ -36,7 +36,7 @@ from fulltilt.feed.sample_cache import SampleCache
 from fulltilt.feed.sample_reader import BadSamples, Decoded, Policy
 from fulltilt.feed.sample_store import device_or_default
 from fulltilt.feed.tiers import Residency, Tier
-from fulltilt.feed.worker_pool import default_workers
+from fulltilt.feed.worker_pool import asked_workers
 
 # What a DataLoader can be told and the feed decides by itself, so that one can stand in for the other in a script.
 DECIDED_HERE = frozenset(
@@ -87,12 +87,12 @@ def loader(
     for name, given, right, expected in (
         ("on_bad_sample", on_bad_sample, on_bad_sample in ("stop", "skip"), "'stop' or 'skip'"),
         ("max_bad_share", max_bad_share, 0 <= max_bad_share <= 1, "from 0 to 1"),
-        ("num_workers", num_workers, num_workers is None or num_workers >= 0, "at least 0"),
         ("decode", decode, decode is None or callable(decode), "a function of what the data set returns"),
         ("cache_key", cache_key, cache_key != "", "a text that names the data, as 'train-v3'"),
     ):
         if not right:
             raise UsageError(f"{name} is {given!r}; it must be {expected}")
+    workers = asked_workers(num_workers)
     if num_workers and multiprocessing.current_process().daemon:
         raise UsageError(
             f"num_workers is {num_workers}, and this process is a daemon, which may start none", "Use num_workers=0."
@@ -100,7 +100,6 @@ def loader(
     length_of(dataset)
     if decode is not None:
         dataset = Decoded(dataset, decode)
-    workers = default_workers() if num_workers is None else num_workers
     refuse_shared_handle(dataset, workers)
     try:
         found = inspect(dataset, checks=checks, policy=on_bad_sample, workers=workers)

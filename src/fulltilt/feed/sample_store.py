@@ -112,7 +112,7 @@ def device_or_default(device: torch.device | str | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"device {device!r} is unknown", "Use 'cpu', 'cuda' or 'cuda:0'.") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device {str(chosen)!r}: torch sees no GPU here", "Leave device out, or use device='cpu'.")

@@ -23,10 +23,12 @@ import torch
 from torch.utils.data._utils import worker as of_torch
 
 from fulltilt.errors import FulltiltError, MachineError, UsageError
+from fulltilt.feed.epoch_order import is_whole
 from fulltilt.feed.sample_reader import Failure, Reader
 from fulltilt.feed.sample_store import pin, shared_bytes
 from fulltilt.feed.tiers import local_ranks
 from fulltilt.probes.host import cpu_capacity
+from fulltilt.records import MOST_OF_A_SETTING
 
 # Some data sets read an index of all their files before their first sample.
 PATIENCE_S = 300.0
@@ -238,6 +240,15 @@ def default_workers() -> int:
     usable = cpu_capacity().usable
     cores = psutil.cpu_count(logical=False) or int(usable)
     return max(1, int(min(usable, cores)) // local_ranks())
+
+
+def asked_workers(number: int | None) -> int:
+    """The workers that were asked for, or the default. Raises UsageError for what is no number of processes."""
+    if number is None:
+        return default_workers()
+    if not is_whole(number) or number > MOST_OF_A_SETTING:
+        raise UsageError(f"num_workers is {number!r}; it must be a whole number from 0 to {MOST_OF_A_SETTING:,}")
+    return int(number)
 
 
 def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = None) -> Result:
