@@ -355,3 +355,22 @@ def test_a_mask_of_another_size_is_refused():
     flips = Pipeline([HorizontalFlip()], image="x", mask="y", compile=False)
     with pytest.raises(UsageError, match=r"the mask should be \[2, 4, 4\] .*, not \[2, 8, 8\]"):
         flips({"x": torch.rand(2, 3, 4, 4), "y": torch.rand(2, 8, 8)}, 0, 0, numbers(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Affine(degrees=(-10, 10)), r"Affine: degrees is \(-10, 10\); it should be a number from -360 to 360"),
+        (lambda: Affine(scale=(0, 0)), r"Affine: scale is \(0, 0\); it should be two numbers from 0.001"),
+        (lambda: RandomCrop(4.0, 4), "RandomCrop: height is 4.0; it should be a whole number from 1"),
+        (lambda: RandomResizedCrop(4, 4, ratio=1.0), "RandomResizedCrop: ratio is 1.0; it should be two numbers"),
+        (lambda: HorizontalFlip(float("nan")), "HorizontalFlip: p is nan"),
+        (lambda: ColourJitter(brightness=(0.5, 1.5)), "ColourJitter: brightness is"),
+        (lambda: SpecAugment(time_masks=-1), "SpecAugment: time_masks is -1"),
+        (lambda: Normalise(0.5, 0.5), "Normalise: mean is 0.5; it should be a tuple of numbers"),
+        (lambda: Normalise(std=(0.1, 0.0, 0.1)), r"Normalise: std is \(0.1, 0.0, 0.1\)"),
+    ],
+)
+def test_a_parameter_that_makes_no_image_is_refused_at_once(make, words):
+    with pytest.raises(UsageError, match=words):
+        make()

@@ -435,6 +435,9 @@ def test_mistakes_are_told_in_a_sentence():
         ({"num_workers": 1025}, "num_workers is 1025"),
         ({"device": 1.5}, "device 1.5 is unknown"),
         ({"batch_size": 10**30}, "batch_size is 1000"),
+        ({"max_bad_share": "x"}, "max_bad_share is 'x'; it must be from 0 to 1"),
+        ({"checks": "x"}, "checks is 'x'; it must be a whole number"),
+        ({"cache_dir": 5}, "cache_dir is 5; it must be a folder"),
         ({"batch_size": True}, "batch_size is True"),
     ],
 )

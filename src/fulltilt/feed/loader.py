@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from fulltilt.feed.epoch_order import (
     PositionedLoader,
     draws_of,
     every_batch_counts,
+    is_whole,
     ranks,
     resumed_at,
     step_samples,
@@ -86,7 +88,14 @@ def loader(
         )
     for name, given, right, expected in (
         ("on_bad_sample", on_bad_sample, on_bad_sample in ("stop", "skip"), "'stop' or 'skip'"),
-        ("max_bad_share", max_bad_share, 0 <= max_bad_share <= 1, "from 0 to 1"),
+        (
+            "max_bad_share",
+            max_bad_share,
+            isinstance(max_bad_share, int | float) and 0 <= max_bad_share <= 1,
+            "from 0 to 1",
+        ),
+        ("checks", checks, is_whole(checks), "a whole number"),
+        ("cache_dir", cache_dir, isinstance(cache_dir, str | PathLike | None), "a folder"),
         ("decode", decode, decode is None or callable(decode), "a function of what the data set returns"),
         ("cache_key", cache_key, cache_key != "", "a text that names the data, as 'train-v3'"),
     ):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import ClassVar
 
 import torch
 
@@ -19,9 +21,30 @@ Size = tuple[int, int]  # height, width
 # What each axis of a batch is; a number where it must be so long.
 Shape = tuple[str | int, ...]
 IMAGES: Shape = ("batch", "channels", "height", "width")
+# The least and the most of each parameter.
+Bounds = dict[str, tuple[float, float]]
 
 
-class Geometric:
+class Checked:
+    """A transform whose parameters are numbers within its ``bounds``; raises UsageError for any other."""
+
+    bounds: ClassVar[Bounds] = {}
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            if field.name not in self.bounds:
+                continue
+            given, (least, most) = getattr(self, field.name), self.bounds[field.name]
+            kind, many = (Integral, 1) if field.type == "int" else (Real, str(field.type).count("float"))
+            numbers = (given,) if many == 1 else given
+            right = isinstance(numbers, tuple | list) and len(numbers) == many
+            if not right or not all(isinstance(number, kind) and least <= float(number) <= most for number in numbers):
+                wanted = "a whole number" if kind is Integral else "a number" if many == 1 else "two numbers"
+                told = f"{type(self).__name__}: {field.name} is {given!r}"
+                raise UsageError(f"{told}; it should be {wanted} from {least:g} to {most:g}")
+
+
+class Geometric(Checked):
     """A transform of places. ``draws`` uniform numbers steer it for each sample; ``exact``: it moves whole pixels."""
 
     draws = 0
@@ -40,6 +63,7 @@ class Geometric:
 @dataclass(frozen=True)
 class _Flip(Geometric):
     p: float = 0.5
+    bounds: ClassVar[Bounds] = {"p": (0, 1)}
     draws = 1
     exact = True
     axis = 0  # of the size
@@ -65,6 +89,7 @@ class VerticalFlip(_Flip):
 class _Window(Geometric):
     height: int
     width: int
+    bounds: ClassVar[Bounds] = {"height": (1, 2**16), "width": (1, 2**16)}
 
     def size(self, size: Size) -> Size:  # noqa: ARG002
         return self.height, self.width
@@ -75,6 +100,7 @@ class RandomCrop(_Window):
     """A window of ``height`` × ``width`` anywhere in the image, after ``padding`` zeros on each side."""
 
     padding: int = 0
+    bounds: ClassVar[Bounds] = _Window.bounds | {"padding": (0, 2**16)}
     draws = 2
     exact = True
 
@@ -104,6 +130,7 @@ class RandomResizedCrop(_Window):
 
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    bounds: ClassVar[Bounds] = _Window.bounds | {"scale": (0, 100), "ratio": (0.001, 1000)}
     draws = 2 * _TRIES + 2
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
@@ -133,6 +160,7 @@ class Affine(Geometric):
     degrees: float = 0.0
     translate: tuple[float, float] = (0.0, 0.0)
     scale: tuple[float, float] = (1.0, 1.0)
+    bounds: ClassVar[Bounds] = {"degrees": (-360, 360), "translate": (-1, 1), "scale": (0.001, 1000)}
     draws = 4
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:

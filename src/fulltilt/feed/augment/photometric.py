@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.feed.augment.geometry import IMAGES, Shape
+from fulltilt.feed.augment.geometry import IMAGES, Bounds, Checked, Shape
 
 
 class Photometric(Protocol):
@@ -21,7 +22,7 @@ class Photometric(Protocol):
 
 
 @dataclass(frozen=True)
-class ColourJitter:
+class ColourJitter(Checked):
     """Brightness, contrast, saturation (factors 1 ± value) and hue (± value of a turn), in this order.
 
     torchvision's arithmetic; it draws the order too, which is fixed here so that a batch is one computation.
@@ -31,6 +32,7 @@ class ColourJitter:
     contrast: float = 0.0
     saturation: float = 0.0
     hue: float = 0.0
+    bounds: ClassVar[Bounds] = {"brightness": (0, 100), "contrast": (0, 100), "saturation": (0, 100), "hue": (0, 1)}
     draws = 4
     takes = IMAGES
 
@@ -60,6 +62,13 @@ class Normalise:
     draws = 0
 
     def __post_init__(self) -> None:
+        for name, given in (("mean", self.mean), ("std", self.std)):
+            try:
+                numbers = [float(number) for number in given]
+            except (TypeError, ValueError):
+                numbers = []
+            if not numbers or not all(map(math.isfinite, numbers)) or (name == "std" and 0 in numbers):
+                raise UsageError(f"Normalise: {name} is {given!r}; it should be a tuple of numbers, one a channel")
         if len({len(self.mean), len(self.std)} - {1}) > 1:
             raise UsageError(f"Normalise has {len(self.mean)} means and {len(self.std)} deviations for the channels")
 
@@ -83,7 +92,7 @@ class Normalise:
 
 
 @dataclass(frozen=True)
-class SpecAugment:
+class SpecAugment(Checked):
     """Blank ``time_masks`` bands of up to ``time_width`` steps, ``feature_masks`` of up to ``feature_width`` features.
 
     Park et al. 2019; for windows [batch, time, features]. ``fill`` None puts the window's own mean there.
@@ -94,6 +103,12 @@ class SpecAugment:
     feature_masks: int = 2
     feature_width: int = 4
     fill: float | None = 0.0
+    bounds: ClassVar[Bounds] = {
+        "time_masks": (0, 1000),
+        "time_width": (0, 2**31),
+        "feature_masks": (0, 1000),
+        "feature_width": (0, 2**31),
+    }
     takes = ("batch", "time", "features")
 
     @property
