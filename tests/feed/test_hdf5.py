@@ -322,6 +322,9 @@ def test_mistakes_are_told(files, tmp_path):
         feed.hdf5(files, ["q"], 4)
     with pytest.raises(UsageError, match="does not exist"):
         feed.hdf5(tmp_path / "none.h5", ["x"], 4)
+    os.mkfifo(tmp_path / "pipe.h5")
+    with pytest.raises(UsageError, match="is no plain file"):
+        feed.hdf5(tmp_path / "pipe.h5", ["x"], 4)
     with pytest.raises(DataError, match="no sample in"):
         feed.hdf5(files, ["x"], 4, window=1000)
     with pytest.raises(UsageError, match="window_keys"):

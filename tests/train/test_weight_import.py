@@ -111,10 +111,14 @@ def test_what_is_no_checkpoint_at_all(content: bytes, tmp_path: Path) -> None:
         ("nothing.pth", "does not exist"),
         (".", "is no checkpoint folder"),
         ("https://x.org/a.pth", "does not exist"),
+        ("pipe.pt", "pipe.pt cannot be read: .*no plain file"),
+        ("pipe.safetensors", "pipe.safetensors cannot be read: .*no plain file"),
     ],
 )
 def test_a_path_without_weights(path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    for name in ("pipe.pt", "pipe.safetensors"):
+        os.mkfifo(name)
     with pytest.raises(FulltiltError, match=words):
         weight_import.load_weights(victim.Net(), Path(path))
 

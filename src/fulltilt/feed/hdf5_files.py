@@ -138,6 +138,8 @@ def describe(
     for name in names:
         if not Path(name).exists():
             raise UsageError(f"the HDF5 file {name} does not exist")
+        if not Path(name).is_file():  # the library would wait at a pipe
+            raise UsageError(f"the HDF5 file {name} is no plain file")
         try:
             with h5py.File(name, "r") as file:
                 here = [_column(file, name, key) for key in keys]

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from fulltilt.errors import DataError
+from fulltilt.store import open_plain
 
 # What Pillow reads and people train on.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
@@ -21,7 +22,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 def opened(path: Path) -> Iterator[Image.Image]:
     """A picture to look at or decode. Raises DataError that names the file, also for what decoding notices."""
     try:
-        with Image.open(path) as picture:
+        with open_plain(path, follow=True) as file, Image.open(file) as picture:
             yield picture
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         what = f"cannot read {path}: {getattr(error, 'strerror', None) or error}"

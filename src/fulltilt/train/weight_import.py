@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError, UsageError
+from fulltilt.store import open_plain
 from fulltilt.train import checkpoint, checkpoint_format
 from fulltilt.train.checkpoint import newest_complete
 from fulltilt.train.distributed import sharded_like
@@ -118,10 +119,10 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def _content(path: Path) -> Any:
     try:
+        with open_plain(path, follow=True) as file:
+            head = file.read(2)
         if path.suffix == ".safetensors":
             return checkpoint_format.read_tensors(path)
-        with path.open("rb") as file:
-            head = file.read(2)
         if head != b"PK" and not head.startswith(b"\x80"):  # neither torch's zip nor a pickle
             raise DataError(f"{path} is {'no checkpoint' if head else 'empty'}: torch.save has not written it")
         return torch.load(path, map_location="cpu", weights_only=True)
