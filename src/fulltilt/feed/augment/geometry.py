@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ Size = tuple[int, int]  # height, width
 # What each axis of a batch is; a number where it must be so long.
 Shape = tuple[str | int, ...]
 IMAGES: Shape = ("batch", "channels", "height", "width")
-# The least and the most of each parameter.
+# The least and the most of each parameter; two int for one that is a whole number.
 Bounds = dict[str, tuple[float, float]]
 
 
@@ -29,18 +29,18 @@ class Checked:
     """A transform whose parameters are numbers within its ``bounds``; raises UsageError for any other."""
 
     bounds: ClassVar[Bounds] = {}
+    pairs: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
-            if field.name not in self.bounds:
-                continue
-            given, (least, most) = getattr(self, field.name), self.bounds[field.name]
-            kind, many = (Integral, 1) if field.type == "int" else (Real, str(field.type).count("float"))
-            numbers = (given,) if many == 1 else given
-            right = isinstance(numbers, tuple | list) and len(numbers) == many
-            if not right or not all(isinstance(number, kind) and least <= float(number) <= most for number in numbers):
-                wanted = "a whole number" if kind is Integral else "a number" if many == 1 else "two numbers"
-                told = f"{type(self).__name__}: {field.name} is {given!r}"
+        for name, (least, most) in self.bounds.items():
+            given, pair, whole = getattr(self, name), name in self.pairs, isinstance(least, int)
+            numbers = given if pair and isinstance(given, tuple | list) and len(given) == 2 else (given,)
+            kind = Integral if whole else Real
+            if len(numbers) <= pair or not all(
+                isinstance(one, kind) and least <= float(one) <= most for one in numbers
+            ):
+                wanted = "two numbers" if pair else "a whole number" if whole else "a number"
+                told = f"{type(self).__name__}: {name} is {given!r}"
                 raise UsageError(f"{told}; it should be {wanted} from {least:g} to {most:g}")
 
 
@@ -63,7 +63,7 @@ class Geometric(Checked):
 @dataclass(frozen=True)
 class _Flip(Geometric):
     p: float = 0.5
-    bounds: ClassVar[Bounds] = {"p": (0, 1)}
+    bounds: ClassVar[Bounds] = {"p": (0.0, 1.0)}
     draws = 1
     exact = True
     axis = 0  # of the size
@@ -130,7 +130,8 @@ class RandomResizedCrop(_Window):
 
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    bounds: ClassVar[Bounds] = _Window.bounds | {"scale": (0, 100), "ratio": (0.001, 1000)}
+    bounds: ClassVar[Bounds] = _Window.bounds | {"scale": (0.0, 100.0), "ratio": (0.001, 1000.0)}
+    pairs = ("scale", "ratio")
     draws = 2 * _TRIES + 2
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:
@@ -160,7 +161,8 @@ class Affine(Geometric):
     degrees: float = 0.0
     translate: tuple[float, float] = (0.0, 0.0)
     scale: tuple[float, float] = (1.0, 1.0)
-    bounds: ClassVar[Bounds] = {"degrees": (-360, 360), "translate": (-1, 1), "scale": (0.001, 1000)}
+    bounds: ClassVar[Bounds] = {"degrees": (-360.0, 360.0), "translate": (-1.0, 1.0), "scale": (0.001, 1000.0)}
+    pairs = ("translate", "scale")
     draws = 4
 
     def matrix(self, u: torch.Tensor, size: Size) -> torch.Tensor:

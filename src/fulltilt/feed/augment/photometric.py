@@ -32,7 +32,9 @@ class ColourJitter(Checked):
     contrast: float = 0.0
     saturation: float = 0.0
     hue: float = 0.0
-    bounds: ClassVar[Bounds] = {"brightness": (0, 100), "contrast": (0, 100), "saturation": (0, 100), "hue": (0, 1)}
+    bounds: ClassVar[Bounds] = dict.fromkeys(("brightness", "contrast", "saturation"), (0.0, 100.0)) | {
+        "hue": (0.0, 1.0)
+    }
     draws = 4
     takes = IMAGES
 
