@@ -133,8 +133,8 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
         (  # the rate of the whole run, which stands beside it in every report, is 278
             run_of(rank(loaders=(loader(wait_s=62.0),)), data_wait=62.0, compute=38.0, validation=15.0),
             "input_serial",
-            "Data loading, no workers: training waits for data in 54 % of the time after start-up, where the fetch "
-            "itself waits, does not compute; at most 2.2 × as fast without it: "
+            "Data loading, no workers: training waits for data in 54 % of the time after start-up (the fetch "
+            "itself waits, it does not compute); at most 2.2 × as fast without it: "
             "between validations and saves training gets 320 samples/s, compute could take 842.",
         ),
         (  # validation beside it: the loader gives what it gives, but there is less to gain

@@ -148,7 +148,7 @@ def _gain(evidence: Evidence, share: float) -> str:
 def _idle(evidence: Evidence) -> str:
     """That what the training thread fetches by itself keeps it waiting, and not computing."""
     waits = evidence.supply is not None and evidence.supply.waits
-    return ", where the fetch itself waits, does not compute" if waits else ""
+    return " (the fetch itself waits, it does not compute)" if waits else ""
 
 
 def _compute_bound(evidence: Evidence, finding: Finding) -> str:

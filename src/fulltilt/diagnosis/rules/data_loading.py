@@ -88,7 +88,7 @@ def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
 def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
     if evidence.supply is not None and evidence.supply.waits and plan.advised > evidence.usable_cpus:
         more = "" if plan.needed <= plan.advised else f", and {plan.needed} would hide all of it"
-        return f"workers that wait take next to no CPU: there may be more than the {cpus(evidence.usable_cpus)}{more}"
+        return f"such workers wait and take next to no CPU: there may be more of them than CPUs{more}"
     room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
     if plan.needed <= plan.allowed:
         return f"{count('worker', plan.needed)} would hide it; {room}"
