@@ -88,9 +88,12 @@ def tuning(
     limits: Limits = HASTY,
     capacity: Capacity = ROOMY,
     exact: bool = False,
+    clearly: bool = False,
 ) -> Iterator[Tuning]:
-    """Live tuning with written moves for as long as the block lasts. The check of batches holds training up, so that
-    every move comes at its batch."""
+    """Live tuning with written moves, each of which pays ``clearly`` or not, for as long as the block lasts.
+
+    The check of batches holds training up, so that every move comes at its batch.
+    """
     one = Tuning(folder, script, keeps, limits, exact)
     one.session.install()
     one.session.taps.live = one.live.begin
@@ -100,6 +103,7 @@ def tuning(
             patch.dict("os.environ", {"FULLTILT_DEBUG": "1"}),  # an error of tuning's own fails the test
             patch(f"{home}.decide", one.decide),
             patch(f"{home}.pays", one.pays),
+            patch(f"{home}.pays_clearly", lambda *_: clearly),
             patch("fulltilt.tuning.live.streamed.pays", one.pays),
             patch.object(BatchCheck, "begin", _begin_and_wait),
             patch("fulltilt.tuning.live.measure_capacity", lambda *_: capacity),

@@ -136,6 +136,17 @@ def test_what_is_on_trial_is_not_in_force(tmp_path: Path) -> None:
         assert noted == {(0, 0, 0), (0, 0, 2), (2, 2, 2), (2, 2, 3)}
 
 
+@pytest.mark.parametrize("clearly", [True, False])
+def test_what_clearly_pays_goes_on_and_other_trials_are_followed_by_what_is_in_force(
+    tmp_path: Path, clearly: bool
+) -> None:
+    with tuning(tmp_path, [Knobs(2)], [True], clearly=clearly) as one:
+        loader = one.trains(DataLoader(Squares(2 * SIZE), batch_size=2))
+        served = [one.source.pool.knobs.workers for _ in loader]
+        assert (one.record.state, [move.outcome for move in one.record.moves]) == ("settled", ["kept"])
+    assert [workers for workers, _ in itertools.groupby(served)] == ([0, 2] if clearly else [0, 2, 0, 2])
+
+
 def test_what_could_not_be_told_is_not_kept_and_may_be_tried_again(tmp_path: Path) -> None:
     with tuning(tmp_path, [Knobs(2), Knobs(2)], [None, True]) as one:
         assert drawn_from(one.trains(DataLoader(Squares(2 * SIZE), batch_size=2))) == plain(2 * SIZE)

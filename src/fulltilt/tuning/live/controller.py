@@ -74,6 +74,11 @@ def pays(before: Seen, trial: Seen, again: Seen, limits: Limits = DEFAULT) -> bo
     return trial.batches_per_s > high * (1.0 if fewer else 1 + limits.paid_share)
 
 
+def pays_clearly(before: Seen, trial: Seen, limits: Limits = DEFAULT) -> bool:
+    """Whether a change gains so much that the settings in force need not be measured again behind it."""
+    return trial.batches_per_s >= limits.clear_gain * before.batches_per_s
+
+
 def at_pace_of(again: Seen, before: Seen, trial: Seen, seen: tuple[Seen, ...]) -> tuple[Seen, ...]:
     """All that was seen, the trial last, as the job would give it now that the settings in force give ``again``.
 

@@ -1,8 +1,8 @@
 """Live tuning of one loader: measures what is in force, asks the controller, tries other pools, keeps or takes back.
 
-A job slows down and speeds up by itself: behind each trial the settings in force are measured again. A pool that is
-tried goes on where the one before ran dry. Pools end with their pass, unless the script's own workers persist: what a
-script changes in its data set between two passes is seen as in the plain run.
+A job slows down and speeds up by itself: behind each trial that does not clearly pay the settings in force are measured
+again. A pool that is tried goes on where the one before ran dry. Pools end with their pass, unless the script's own
+workers persist: what a script changes in its data set between two passes is seen as in the plain run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fulltilt.errors import FulltiltError
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import BatchCheck, reason_against, reason_of_sampler, short
-from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, best_of, decide, pays
+from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, best_of, decide, pays, pays_clearly
 from fulltilt.tuning.live.measurement import (
     LOOK_EVERY_S,
     Arrival,
@@ -299,14 +299,20 @@ class LoaderTuner:
                 self.record = replace(self.record, note=RANDOM_DRAWS + (LATER_SHUFFLES if shuffles_too else ""))
             self._try(source)
         elif agreed.seen is not None:
-            if self._is_trying:
+            if self._is_trying and not pays_clearly(self._to_beat, agreed.seen, self._limits):
                 self._measure_again(source, agreed.seen)
                 return
-            self.record = with_figures(self.record, agreed.seen)
-            if self._tried is None:
-                self._seen = (*self._seen, agreed.seen)
-            else:
+            if self._is_trying:
+                self.phase, self._is_trying = Phase.WATCHING, False
+                if source.pool is not None:
+                    source.pool.on_trial = False
+                self._judge(agreed.seen, self._to_beat)
+            elif self._tried is not None:
+                self.record = with_figures(self.record, agreed.seen)
                 self._judge(self._tried, agreed.seen)
+            else:
+                self.record = with_figures(self.record, agreed.seen)
+                self._seen = (*self._seen, agreed.seen)
             self._decide(source, agreed.capacity)
 
     def _decide(self, source: SwitchingIterator, capacity: Capacity) -> None:
