@@ -79,3 +79,6 @@ def test_no_line_of_a_log_is_longer_than_its_columns(
     assert "\n".join(rows).replace("\n  ", " ") == said  # so does bench/auto.py read it
     assert all(90 < len(row) <= PIPED_COLUMNS for row in rows[:-1])
     assert 80 < max(map(len, printed.out.splitlines())) <= PIPED_COLUMNS
+    monkeypatch.setenv("COLUMNS", "60")
+    tell_wrapped(said)
+    assert 50 < max(map(len, capsys.readouterr().err.splitlines())) < 60

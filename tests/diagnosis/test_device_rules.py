@@ -54,7 +54,7 @@ def test_a_job_on_the_cpu_is_not_judged_by_a_gpu(bucket: str) -> None:
 def test_compute_that_shares_its_cpus_with_workers_is_not_at_its_end(worked_s: float, cheaper: bool) -> None:
     loading = {"loaders": (loader(num_workers=2),), "workers": (workers(process_cpu_s=worked_s),)}
     finding = found(compute_bound(gather(run_of(rank(**loading), compute=95.0, data_wait=5.0))))
-    assert ("Make decode (dataset.py:48) cheaper. Apart from that, only a faster" in finding.fix) == cheaper
+    assert ("Make decode (dataset.py:48) cheaper. Apart from that, only less" in finding.fix) == cheaper
     assert finding.fix.startswith("Compute sets the pace") != cheaper
 
 
@@ -301,6 +301,13 @@ def test_the_healthy_end_says_whether_a_full_gpu_is_really_full() -> None:
     assert hollow == "GPU 0 utilisation 97 % only says that some kernel ran: SMs active 31 %"
     dark = found(compute_bound(gather(on_gpu({"sm_active_pct": None})))).evidence[-1]
     assert dark.endswith("SM activity (Hopper and newer) was not measured")
+
+
+def test_compute_on_the_cpu_is_divided_by_the_lines_that_it_starts_from() -> None:
+    lines = [HotLine("train.py:9", "main", 60.0, "teacher(x)"), HotLine("train.py:8", "main", 8.0, "student(x)")]
+    trained = rank(compute_lines=(HotLine("torch/nn/functional.py:1", "relu", 15.0), *lines))
+    fix = found(compute_bound(gather(run_of(trained, compute=95.0, host_code=5.0)))).fix
+    assert "Only less arithmetic (of which teacher(x) at train.py:9 63 %), a faster processor" in fix
 
 
 def test_a_step_of_many_small_operations_is_told_with_its_line() -> None:

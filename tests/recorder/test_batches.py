@@ -78,7 +78,20 @@ def test_bytes_and_kinds() -> None:
     assert kind_of(["x"]) == "list of objects"
 
 
-def test_padding_comes_from_the_mask_alone() -> None:
+def test_padding_without_a_mask_is_told_by_rows_that_end_alike() -> None:
+    """Texts filled up to the longest of the corpus, without a mask: nothing but compute was said to be left."""
+    texts = torch.zeros(4, 40, dtype=torch.long)
+    for row, length in enumerate((10, 20, 5, 15)):
+        texts[row, :length] = torch.arange(1, length + 1) + 50 * row
+    assert padding_share((texts, torch.ones(4))) == pytest.approx(1 - 50 / 160)
+    assert padding_share({"ids": texts.int()}) == pytest.approx(1 - 50 / 160)
+    assert padding_share(texts[:, :10].clone().clamp(max=2)) is None, "labels, not tokens"
+    assert padding_share(torch.arange(160).reshape(4, 40)) is None, "no row is filled"
+    assert padding_share(texts.float()) is None
+    assert padding_share([texts[0], "a text"]) is None
+
+
+def test_padding_comes_from_the_mask_where_there_is_one() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
     assert padding_share({"attention_mask": mask}) == pytest.approx(5 / 8)
     assert padding_share({"input_ids": mask}) is None

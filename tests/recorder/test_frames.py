@@ -30,12 +30,24 @@ import torch
 import fulltilt
 from fulltilt.recorder import user_code
 from fulltilt.recorder.loaders import loader_taps
-from fulltilt.recorder.stacks.frames import Stack, StackView, stack_of, user_code_in_backward, users_line, view_of
+from fulltilt.recorder.marks import Activity
+from fulltilt.recorder.stacks.frames import (
+    LoopFrames,
+    Stack,
+    StackView,
+    stack_of,
+    user_code_in_backward,
+    users_line,
+    view_of,
+)
 from fulltilt.recorder.user_code import owner
 
 
 def looks_at(
-    work: Callable[[], Any], seconds: float = 0.25, holding: frozenset[CodeType] = frozenset()
+    work: Callable[[], Any],
+    seconds: float = 0.25,
+    holding: frozenset[CodeType] = frozenset(),
+    stepping: frozenset[CodeType] = frozenset(),
 ) -> list[StackView]:
     """Stack samples of a thread that does ``work`` over and over."""
     going = [True]
@@ -51,7 +63,7 @@ def looks_at(
     while time.monotonic() < deadline:
         time.sleep(0.005)
         stack = stack_of(thread.ident or 0)
-        if stack is not None and (view := view_of(stack, loop=holding)) is not None:
+        if stack is not None and (view := view_of(stack, loop=holding, step=stepping)) is not None:
             views.append(view)
     going[0] = False
     thread.join()
@@ -266,7 +278,8 @@ def test_a_generator_that_holds_the_training_loop_makes_no_data() -> None:
     assert ["data_wait" in seen for seen in kinds.values()] == [True, False]
 
 
-def test_the_line_of_the_loop_that_calls_a_function_is_named_beside_the_line_inside_it() -> None:
+@pytest.mark.parametrize("holds", ["holding", "stepping"])
+def test_the_line_of_the_loop_that_calls_a_function_is_named_beside_the_line_inside_it(holds: str) -> None:
     def longest(words: list[str]) -> str:
         return max(words, key=len)
 
@@ -274,12 +287,34 @@ def test_the_line_of_the_loop_that_calls_a_function_is_named_beside_the_line_ins
         for _ in range(10):
             longest(["a", "bc"] * 20_000)
 
-    views = looks_at(train, holding=frozenset({train.__code__}))
+    views = looks_at(train, **{holds: frozenset({train.__code__})})
     inside = [view for view in views if view.function.endswith("longest")]
     assert {view.call for view in inside if view.call} == {"max(words, key=len)"}  # at its beginning there is no text
     assert {view.called_at[2] for view in inside if view.called_at} == {'longest(["a", "bc"] * 20_000)'}
     assert all(view.called_at for view in inside)
     assert not any(view.called_at for view in views if view.function.endswith("train"))
+
+
+def test_a_function_that_the_loop_calls_for_a_whole_step_is_part_of_it() -> None:
+    """training_step(batch) was said to be taken out of the step."""
+    known = LoopFrames()
+
+    def clip() -> None:
+        pass
+
+    def training_step() -> None:
+        known.see(Activity.BACKWARD, sys._getframe())
+        clip()
+        known.see(Activity.OPTIMIZER, sys._getframe())
+
+    def fit() -> None:
+        known.see(Activity.DATA_WAIT, sys._getframe())
+        training_step()
+
+    fit()
+    assert training_step.__code__ in known.step - known.loop
+    assert fit.__code__ in known.step & known.loop
+    assert clip.__code__ not in known.step
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="collections begin between instructions there")

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,20 @@ def test_a_worker_that_fetches_for_long_is_looked_at_less_often() -> None:
     meter.fetch(meter.observe, busy)
     assert max(busy.waits[:EARLY_SAMPLES]) <= 1.5 * EARLY_SAMPLE_EVERY_S
     assert min(busy.waits[EARLY_SAMPLES:]) >= 0.5 * SAMPLE_EVERY_S
+
+
+def test_a_look_that_fails_ends_neither_the_looks_nor_in_the_output_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def changed(*_: Any) -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr("fulltilt.recorder.loaders.workers.view_of", changed)
+    _, meter = meter_of(0)
+    looks = CountedWaits(5)
+    meter.fetch(meter.observe, looks)
+    assert len(looks.waits) == 6
+    assert capfd.readouterr() == ("", "")
 
 
 TOLD = WorkerMessage(0, 1, 1, batches=2, fetch_s=1.5, fetch_cpu_s=1.0, cpu_wait_s=0.1, idle_s=0.5, process_cpu_s=1.0)

@@ -79,7 +79,8 @@ def tell_wrapped(line: str, *, bold: bool = False) -> None:
 
     seen = sys.stderr.isatty()
     bold = bold and seen and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-    for row in wrapped(clean(line), shutil.get_terminal_size().columns if seen else PIPED_COLUMNS + 1):
+    columns = shutil.get_terminal_size((80 if seen else PIPED_COLUMNS + 1, 24)).columns
+    for row in wrapped(clean(line), columns):
         print(f"\x1b[1m{row}\x1b[0m" if bold else row, file=sys.stderr, flush=True)
 
 

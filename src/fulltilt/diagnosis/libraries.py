@@ -152,6 +152,11 @@ _MAPPED = "keep arrays as .npy, of which numpy.load(path, mmap_mode='r') reads o
 # The first that matches counts.
 COSTLY_CALLS = (
     CostlyCall.of(
+        r"\b(ZipFile|tarfile\.open|h5py\.File|sqlite3\.connect|lmdb\.open)\([^()]*\)$",
+        "opens a file anew for each sample, with the list of what is in it",
+        "open it once in each worker (in the first __getitem__, not in __init__) and keep it",
+    ),
+    CostlyCall.of(
         r"\b(h5py|tables)/",
         "reads HDF5, which decompresses all chunks that a read touches{chunks}",
         "read as many rows at a time as a chunk has, store it in chunks of what one sample reads (h5repack -l), or "

@@ -190,9 +190,9 @@ def padding_waste(evidence: Evidence) -> Judgement:
         )
     else:
         fix = (
-            f"Put texts of like length into one batch{at(loader.where)}: sort chunks of some hundred batches by "
-            "length, shuffle the batches, and pad to the longest of each. With Hugging Face: group_by_length=True and "
-            "DataCollatorWithPadding."
+            f"Pad each batch to its own longest text only (in the collate_fn of the loader{at(loader.where)}), and put "
+            "texts of like length into one batch: sort chunks of some hundred batches by length, and shuffle them. "
+            "With Hugging Face: DataCollatorWithPadding and group_by_length=True."
         )
     return found(evidence, "padding_waste", cost_s, facts, fix, loader.where, predicted)
 
@@ -232,7 +232,7 @@ def compute_bound(evidence: Evidence) -> Judgement:
             line = costliest_line(evidence)
             ways.append(f"Make {f'{line.function} ({line.where})' if line else 'the fetch'} cheaper")
         fix = f"{'. '.join(ways)}. Apart from that, only" if ways else f"{fix}Only"
-        fix += " a faster processor, or a GPU, makes it faster."
+        fix += f" less arithmetic{_starting_at(evidence)}, a faster processor, or a GPU makes it faster."
         if (told := _small_operations(evidence)) is not None:
             fact, line = told
             facts.insert(1, fact)
@@ -245,6 +245,15 @@ def compute_bound(evidence: Evidence) -> Judgement:
             finding = found(evidence, "compute_bound", compute_s, facts, fix, where, None, "info")
             return replace(finding, title="Compute-bound: many small operations")
     return found(evidence, "compute_bound", compute_s, facts, fix, None, None, "info")
+
+
+def _starting_at(evidence: Evidence) -> str:
+    """The lines that much of the computing on the CPU starts from, backward left out; empty where none stands out."""
+    compute_s = evidence.buckets.compute_s
+    own = (line for line in evidence.rank.compute_lines if not line.where.startswith("torch/"))
+    much = [line for line in own if line.seconds >= LIMITS.warn_share * compute_s][:3]
+    told = (f"{line.call or line.function}{at(line.where)} {percent(line.seconds / compute_s)}" for line in much)
+    return f" (of which {', '.join(told)})" if much else ""
 
 
 def _small_operations(evidence: Evidence) -> tuple[str, HotLine | None] | None:

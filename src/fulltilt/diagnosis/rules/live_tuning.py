@@ -86,7 +86,7 @@ def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
         call = {name: after for name, (_, after) in changed.items() if isinstance(after, int)}
         fix = f"Write what live tuning found into the script{place}: {rewritten(evidence, loader, **call)}."
     else:
-        tried = "; ".join(settings_words(move.settings) for move in _judged(live))
+        tried = "; ".join(dict.fromkeys(settings_words(move.settings) for move in _judged(live)))
         fix = f"Leave the loader{place} at {settings_words(live.settings)}. Live tuning tried what could pay: {tried}."
     if untold := _untold(live):
         fix += f" {capital(untold)}."

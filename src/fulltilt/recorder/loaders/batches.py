@@ -9,6 +9,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from fulltilt.figures import size
@@ -16,6 +17,9 @@ from fulltilt.figures import size
 DEEPEST = 4
 WIDEST = 64
 NUMBERS = (int, float)
+# Rows of numbers are texts if they are so long and hold so many different ones: labels and one-hot codes do not.
+SHORTEST_TEXT, LONGEST_TEXT, FEWEST_TOKENS = 8, 1 << 16, 32
+SOME_ROWS, SOME_TOKENS = 32, 64  # are enough to tell by
 
 
 def count_samples(batch: Any, hint: int | None = None, last: int | None = None) -> int | None:
@@ -125,11 +129,30 @@ def _kind(value: Any) -> str:
 
 
 def padding_share(batch: Any) -> float | None:
-    """The share of padding in a tokenised batch, from its attention mask; None when there is none on the host."""
+    """The share of padding in a batch of texts on the host; None where it holds none.
+
+    From its attention mask, else from the numbers of tokens: rows that end in runs of one number, of unlike length.
+    """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if mask is None or getattr(mask, "is_cuda", False) or getattr(mask, "ndim", 0) != 2 or not mask.shape[0]:
+    if mask is None:
+        filled = (_filled_rows(column) for column in islice(_leaves(batch, DEEPEST), WIDEST))
+        return next((share for share in filled if share is not None), None)
+    if getattr(mask, "is_cuda", False) or getattr(mask, "ndim", 0) != 2 or not mask.shape[0]:
         return None
     return 1.0 - float((mask != 0).sum()) / float(mask.shape[0] * mask.shape[1])
+
+
+def _filled_rows(column: Any) -> float | None:
+    torch = sys.modules["torch"]
+    if type(column) is not torch.Tensor or column.dtype not in (torch.int64, torch.int32) or column.ndim != 2:
+        return None
+    if column.is_cuda or column.shape[0] < 2 or not SHORTEST_TEXT <= column.shape[1] <= LONGEST_TEXT:
+        return None
+    rows = column[:SOME_ROWS]
+    filled = (rows == rows[:, -1].mode().values).flip(1).cumprod(1).sum(1)
+    filled *= filled > 1
+    of_text = len(rows[:, :SOME_TOKENS].unique()) >= FEWEST_TOKENS and len(filled.unique()) > 1
+    return float(filled.sum()) / rows.numel() if of_text else None
 
 
 def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:

@@ -176,17 +176,21 @@ class FetchMeter:
             lock_turns.end_wait()
             now = time.perf_counter()
             since, self._last_sample = now - self._last_sample, now
-            if self._under_way and (stack := stack_of(self.thread_id)) is not None:
-                view = view_of(stack, FetchMeter.fetch.__code__)
-                if view is not None:
-                    self._lines.add(view, min(since, 5 * every_s))
-                sampled += 1
-                self._files.look()
+            try:
+                if self._under_way and (stack := stack_of(self.thread_id)) is not None:
+                    sampled += 1
+                    view = view_of(stack, FetchMeter.fetch.__code__)
+                    if view is not None:
+                        self._lines.add(view, min(since, 5 * every_s))
+                    self._files.look()
+                if now >= next_send:
+                    next_send = now + SEND_EVERY_S
+                    lock_turns.share()
+                    self.send()
+            except Exception:  # the worker is the user's, and its output too: the next look may tell
+                if os.environ.get("FULLTILT_DEBUG"):
+                    raise
             every_s = lock_turns.every_s(EARLY_SAMPLE_EVERY_S if sampled < EARLY_SAMPLES else SAMPLE_EVERY_S)
-            if now >= next_send:
-                next_send = now + SEND_EVERY_S
-                lock_turns.share()
-                self.send()
             lock_turns.begin_wait(self._cpu_clock)
 
     def _look_at_memory(self) -> None:

@@ -138,7 +138,7 @@ def _judge(code: CodeType, position: int, names: Names) -> Work | None:
         return None
     text = STRING.sub("#", text)
     own = _own_names(code)
-    known = {name: value for name, value in names.items() if name not in own}
+    known = {name: value for name, value in dict(names).items() if name not in own}  # the script may add one meanwhile
     if step.opname.startswith(OPERATORS):
         used = {_package(known[name]) for name in NAME.findall(text) if name in known}
         return "torch" if "torch" in used else "host" if used & ARRAYS else _by_the_rest(code, known)

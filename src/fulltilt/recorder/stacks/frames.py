@@ -133,12 +133,14 @@ def view_of(
     inside: CodeType | None = None,
     loop_frames: frozenset[Spot] = frozenset(),
     loop: frozenset[CodeType] = frozenset(),
+    step: frozenset[CodeType] = frozenset(),
 ) -> StackView | None:
     """What a thread with this stack was doing, and on which line of the user's.
 
     Only calls made by ``inside`` count; None when the thread has left it already. A line of ``loop_frames`` is not
     named where a library's line says more: it only led into the training loop (``trainer.train()``). A generator that
-    is one of ``loop`` makes no batches: it yields what training brings.
+    is one of ``loop`` makes no batches: it yields what training brings. Functions of ``step`` hold a whole step: what
+    they call may be moved out of it, and they may not.
     """
     calls = stack.calls
     if inside is not None and not any(code is inside for code, _ in calls):
@@ -197,7 +199,7 @@ def view_of(
                 if user is None and called is not None:
                     inner = outside[0] if outside else called[0]
                 user = user or spot
-                calling = calling or (spot if code in loop else None)
+                calling = calling or (spot if code in loop or code in step else None)
             if code.co_name in SAVING or (code not in loop and _saves(code)):
                 special = special or "checkpoint"
             if not in_module and _is_drawn_from(code, calls[depth + 1 :]) and code not in loop:
@@ -341,15 +343,18 @@ class LoopFrames:
 
     Where a library owns the loop, the script's line that costs the time is always the same (``trainer.train()``), and
     says nothing. Such lines are on the stack at backward, in the optimizer and at next() alike; lines of the loop are
-    not. ``loop`` are the functions that hold it, and those that called them: they make no batches.
+    not. ``loop`` are the functions that hold it, and those that called them: they make no batches. ``step`` are those
+    and the ones that the loop calls for a whole step, such as ``training_step``.
     """
 
     def __init__(self) -> None:
         self.spots: frozenset[Spot] = frozenset()
         self.loop: frozenset[CodeType] = frozenset()
+        self.step: frozenset[CodeType] = frozenset()
         self.learning = True
         self._common: frozenset[Spot] | None = None
         self._holding: frozenset[CodeType] | None = None
+        self._stepping: frozenset[CodeType] | None = None
         self._seen: dict[Activity, int] = {}
 
     def see(self, activity: Activity, frame: FrameType | None) -> None:
@@ -361,6 +366,10 @@ class LoopFrames:
         self._common = here if self._common is None else self._common & here
         self._holding = functions if self._holding is None else self._holding & functions
         self._seen[activity] = self._seen.get(activity, 0) + 1
+        if activity in EVERY_STEP_HAS:
+            self._stepping = functions if self._stepping is None else self._stepping & functions
+            if all(part in self._seen for part in EVERY_STEP_HAS):
+                self.step = self._stepping
         if len(self._seen) > 1:
             self.spots, self.loop = self._common, self._holding
         self.learning = any(self._seen.get(part, 0) < SAMPLES_AT_EACH for part in EVERY_STEP_HAS)

@@ -127,7 +127,8 @@ class StackSampler:
         return stack if self._recorder.activity is activity else None
 
     def _view(self, stack: Stack, inside: CodeType | None = None) -> StackView | None:
-        return view_of(stack, inside, self._recorder.loop_frames.spots, self._recorder.loop_frames.loop)
+        known = self._recorder.loop_frames
+        return view_of(stack, inside, known.spots, known.loop, known.step)
 
     def _settle(self) -> None:
         """Sort the pending samples; those of time that no mark has ended yet stay."""
