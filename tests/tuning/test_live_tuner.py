@@ -175,13 +175,14 @@ def test_what_was_found_for_another_loader_stays(tmp_path: Path) -> None:
         assert not (tmp_path / store.SETTINGS_FILE).exists()
 
 
-def test_an_error_of_the_data_set_is_the_one_of_the_training_process(tmp_path: Path) -> None:
-    class Damaged(Squares):
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            if index == 31:
-                raise ValueError("record 31 is damaged")
-            return super().__getitem__(index)
+class Damaged(Squares):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 31:
+            raise ValueError("record 31 is damaged")
+        return super().__getitem__(index)
 
+
+def test_an_error_of_the_data_set_is_the_one_of_the_training_process(tmp_path: Path) -> None:
     with tuning(tmp_path, [Knobs(2)], [True]) as one:
         drawn, errors = [], []
         iterator = iter(one.trains(DataLoader(Damaged(SIZE), batch_size=2)))
@@ -198,12 +199,6 @@ def test_an_error_of_the_data_set_is_the_one_of_the_training_process(tmp_path: P
 
 
 def test_a_pass_that_an_error_ends_leaves_no_workers_to_the_garbage_collector(tmp_path: Path) -> None:
-    class Damaged(Squares):
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-            if index == 31:
-                raise ValueError("record 31 is damaged")
-            return super().__getitem__(index)
-
     with tuning(tmp_path, [Knobs(2)], [True]) as one:
         loader = one.trains(DataLoader(Damaged(SIZE), batch_size=2))
         gc.collect()
