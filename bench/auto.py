@@ -36,7 +36,7 @@ from feedbench.images import make_images
 
 STARTS = (0, 2, 4)
 # How long a run trains, and how much of its end is measured: tuned, and plain.
-TUNED_S, PLAIN_S, MEASURED_S = 45.0, 14.0, 10.0
+TUNED_S, PLAIN_S, MEASURED_S = 75.0, 14.0, 10.0
 BATCH = {"resnet": 128, "augmented": 64, "text": 256}
 
 
@@ -140,7 +140,11 @@ def train(arguments: argparse.Namespace) -> None:
             break
     last = [moment for moment in moments if moment > moments[-1] - arguments.measured_s]
     last = last if len(last) > 1 else moments[-2:]
-    print(json.dumps({"rate": batch_size * (len(last) - 1) / (last[-1] - last[0])}), flush=True)
+    by_time = [0] * (int(moments[-1] / 5) + 1)
+    for moment in moments:
+        by_time[int(moment / 5)] += batch_size
+    rate = batch_size * (len(last) - 1) / (last[-1] - last[0])
+    print(json.dumps({"rate": rate, "samples_by_5_s": by_time}), flush=True)
 
 
 def measured(job: str, workers: int, seconds: float, folder: Path, small: bool, *, tuned: bool) -> dict[str, Any]:
@@ -168,6 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", default="resnet,augmented,text")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--sweep", help="numbers of workers, such as 0,8,12; default: 0 and each fourth up to the CPUs")
     parser.add_argument("--budget-s", type=float, default=560.0, help="no run begins that would end later")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("auto.json"))
@@ -185,6 +190,7 @@ def main() -> int:
     found: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     found["machine"] = versions(("torch", "torchvision", "fulltilt"))
     cpus = len(os.sched_getaffinity(0))
+    swept = set(map(int, arguments.sweep.split(","))) if arguments.sweep else {0, *range(4, cpus + 1, 4)}
     folder = Path(tempfile.mkdtemp(prefix="fulltilt-auto-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     try:
         make_images(folder, 64 if arguments.small else 1024, 500, 375, masks=False)
@@ -195,7 +201,7 @@ def main() -> int:
                 seconds = TUNED_S if tuned else PLAIN_S
                 return measured(job, workers, seconds, folder, arguments.small, tuned=tuned)
 
-            for workers in {0, *range(4, cpus + 1, 4)} - {int(known) for known in of["sweep"]}:
+            for workers in swept - {int(known) for known in of["sweep"]}:
                 of["sweep"][str(workers)] = run(workers)["rate"]
             best = max(of["sweep"], key=of["sweep"].__getitem__)
             for _ in range(arguments.rounds):
