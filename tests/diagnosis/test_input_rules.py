@@ -230,6 +230,33 @@ def test_what_a_library_does_for_each_sample_stands_beside_its_line() -> None:
     assert "HDF5" not in found(input_cpu_bound(gather(fed(seldom)))).fix
 
 
+def test_a_call_that_a_few_lines_make_cheaper_comes_before_workers() -> None:
+    line = HotLine("data.py:9", "D.__getitem__", 57.0, "zipfile.ZipFile(PATH)", inside="zipfile.py:ZipFile.__init__")
+    run = serial(cpus=2.0)
+    run = replace(run, ranks=(replace(run.ranks[0], workers=(workers(fetch_s=62.0, lines=(line,), processes=0),)),))
+    finding = found(input_serial(gather(run)))
+    assert finding.fix.startswith("zipfile.ZipFile(PATH) at data.py:9 opens a file anew for each sample, ")
+    assert "and keep it. Beside that: set num_workers=" in finding.fix
+    plain = found(input_serial(gather(serial(cpus=2.0)))).predicted_speedup
+    assert plain is not None
+    assert finding.predicted_speedup == (plain[0], 2.33)  # 57 of 100 s less
+    for cpus in (8.0, 1.0):
+        finding = found(input_cpu_bound(gather(fed(workers(lines=(replace(line, seconds=140.0),)), cpus=cpus))))
+        assert finding.fix.startswith("zipfile.ZipFile(PATH) at data.py:9 opens")
+
+
+def test_cpus_that_the_job_fills_leave_a_first_worker_nothing_to_win() -> None:
+    run = run_of(
+        rank(torch_threads=2, loaders=(loader(wait_s=20.0, wait_cpu_s=20.0),)),
+        on=machine(2.0),
+        data_wait=20.0,
+        compute=80.0,
+    )
+    for used_pct, predicted in ((None, (1.02, 1.25)), (180.0, (1.0, 1.2)), (100.0, (1.02, 1.25))):
+        busy = replace(run, samples=sampled(host_reading=host(tree_cpu_pct=used_pct)))
+        assert found(input_serial(gather(busy))).predicted_speedup == predicted
+
+
 def test_a_compute_heavy_cpu_job_leaves_the_loader_little() -> None:
     run = run_of(
         rank(torch_threads=2, loaders=(loader(wait_s=50.0, wait_cpu_s=50.0),)),

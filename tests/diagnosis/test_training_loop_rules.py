@@ -28,7 +28,7 @@ from fulltilt.records import (
     Settings,
     Span,
 )
-from tests.diagnosis.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of
+from tests.diagnosis.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of, workers
 
 
 def found(judgement: object) -> Finding:
@@ -207,6 +207,15 @@ def test_a_function_that_grows_is_told_once_though_a_call_leads_to_it() -> None:
     both = {one.code: one for one in answer(run_of(sleeps, spans=(spans,))).findings}
     assert both["host_code"].where == "train.py:61"
     assert both["host_code"].share == pytest.approx(both["slowing_down"].share * 5 / 21)
+
+
+def test_a_fetch_that_grows_in_the_training_thread_is_named_by_its_line() -> None:
+    line = HotLine("data.py:9", "Log.__getitem__", 19.0, "sum(self.seen)")
+    work = workers(fetch_s=20.0, processes=0, lines=(line,))
+    spans = steps_of(lambda step: Buckets(compute_s=0.05, data_wait_s=0.01 + 0.001 * step))
+    finding = found(slowing_down(gather(run_of(rank(loaders=(loader(),), workers=(work,)), spans=(spans,)))))
+    assert finding.where == "data.py:9"
+    assert finding.fix.startswith("sum(self.seen) at data.py:9 takes longer the longer the job runs")
 
 
 def test_live_tuning_does_not_hide_that_a_line_grows() -> None:

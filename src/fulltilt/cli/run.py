@@ -212,7 +212,8 @@ class Monitor:
             self._progress.read()
             self._warn_once()
             if self._bar.on and self._samples:
-                self._bar.show(f"fulltilt · {self._progress.words()} · {status_line(self._samples[-1])}")
+                machine = status_line(self._samples[-1]).removeprefix("GPU: n/a | VRAM:n/a | ")
+                self._bar.show(f"fulltilt · {self._progress.words()} · {machine}")
 
     def _warn_once(self) -> None:
         """Tell of little GPU use while the job runs."""

@@ -181,15 +181,21 @@ def fetching_line(evidence: Evidence) -> list[str]:
     return [f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}"]
 
 
-def cheaper_call(evidence: Evidence, line: HotLine | None, whole_s: float) -> str:
-    """What a library does in the line that fetching spends much of ``whole_s`` in, and what to do; empty if unknown."""
+def with_cheaper_call(
+    evidence: Evidence, line: HotLine | None, whole_s: float, fix: str, predicted: Gain
+) -> tuple[str, Gain]:
+    """The fix and its gain, with what to do about a library's call that fetching spends much of ``whole_s`` in."""
     known = costly_call(line) if line and line.seconds >= LIMITS.guilty_function_share * whole_s else None
     if line is None or known is None:
-        return ""
+        return fix, predicted
     chunks = evidence.workers.chunks if evidence.workers else None
     batch = evidence.loader.batch_size if evidence.loader else None
     stored = f" ({chunks}{f'; a batch has {batch} samples' if batch else ''})" if chunks else ", where it is compressed"
-    return f" {line.call or line.function}{at(line.where)} {known.does.format(chunks=stored)}: {known.instead}."
+    told = f"{line.call or line.function}{at(line.where)} {known.does.format(chunks=stored)}: {known.instead}."
+    if not known.easy:
+        return f"{fix} {told}", predicted
+    without = amdahl(evidence.data_wait_share * min(line.seconds / whole_s, 1.0))
+    return f"{told} Beside that: {fix[:1].lower()}{fix[1:]}", gain(predicted[0], max(predicted[1], without))
 
 
 def at(where: str | None) -> str:

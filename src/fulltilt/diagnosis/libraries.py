@@ -135,17 +135,19 @@ class CostlyCall:
     """A call of a library's that is costly where every sample makes one.
 
     ``pattern`` is looked for in the line's function, the functions of libraries' that it is inside of, and its call,
-    one after the other; ``does`` says what makes it expensive, ``instead`` what to do.
+    one after the other; ``does`` says what makes it expensive, ``instead`` what to do. What is ``easy`` changes a few
+    lines of the script and no stored data: it comes before workers.
     """
 
     pattern: re.Pattern[str]
     does: str
     instead: str
+    easy: bool = False
 
     @staticmethod
-    def of(pattern: str, does: str, instead: str) -> CostlyCall:
+    def of(pattern: str, does: str, instead: str, easy: bool = False) -> CostlyCall:
         """An entry of the table below."""
-        return CostlyCall(re.compile(pattern), does, instead)
+        return CostlyCall(re.compile(pattern), does, instead, easy)
 
 
 _MAPPED = "keep arrays as .npy, of which numpy.load(path, mmap_mode='r') reads only what is used"
@@ -155,6 +157,7 @@ COSTLY_CALLS = (
         r"\b(ZipFile|tarfile\.open|h5py\.File|sqlite3\.connect|lmdb\.open)\([^()]*\)$",
         "opens a file anew for each sample, with the list of what is in it",
         "open it once in each worker (in the first __getitem__, not in __init__) and keep it",
+        easy=True,
     ),
     CostlyCall.of(
         r"\b(h5py|tables)/",
@@ -193,6 +196,7 @@ COSTLY_CALLS = (
         r"\bpandas/",
         "takes a row out of a pandas table for each sample, some 0.05 ms each",
         "convert the columns once, in __init__ (df['x'].to_numpy()), and index the arrays",
+        easy=True,
     ),
     CostlyCall.of(
         r"\bjson/|\b(u|or)?json\.loads?\(|\byaml/|\bxml/",

@@ -82,6 +82,7 @@ class Thresholds:
     # -- what to expect from a change
     recovered_low: float = 0.5  # half of a cause removed is the cautious end of a prediction
     scaling_low: float = 0.6  # COD on 16 cores: 8 workers gave 0.88 of the serial rate each, 12 gave 0.51 each
+    cpu_room: float = 1.25  # two cores, each 90 % busy with training: a worker beside it won nothing, 0.97 to 1.03 ×
     handing_over_s: float = 0.002  # a small batch from a worker to the training thread, on two busy Arm cores
     # Rates of one job in two runs differ by so much: a prediction from one cannot be truer (docs/benchmarks/tuning.md).
     rate_error: float = 0.08

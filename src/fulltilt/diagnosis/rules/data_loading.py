@@ -16,7 +16,6 @@ from fulltilt.diagnosis.findings import (
     at,
     busy_thread,
     by_removing,
-    cheaper_call,
     costliest_line,
     fetching_line,
     found,
@@ -27,6 +26,7 @@ from fulltilt.diagnosis.findings import (
     rates,
     rewritten,
     time_spent,
+    with_cheaper_call,
 )
 from fulltilt.diagnosis.ledger import hung_stretch
 from fulltilt.diagnosis.libraries import beside_training, divides_itself, keeps_workers, setting_name
@@ -159,10 +159,10 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
         fix = f"Have the next batches made while this one trains{at(loader.where)}: {beside}."
     if plan:
         fix += f" {capital(_need_and_room(evidence, plan))}."
-    fix += cheaper_call(evidence, line, loader.wait_s)
     if loader.iterable and beside is None and not divides_itself(loader):
         fix += " Its IterableDataset must split the work by get_worker_info(), or every worker yields all of it."
     predicted = plan.gain if plan else gain_without_wait(evidence)
+    fix, predicted = with_cheaper_call(evidence, line, loader.wait_s, fix, predicted)
     computes = supply is None or supply.batch_cpu_s + supply.queue_s >= LIMITS.warn_share * supply.batch_s
     if others and computes:  # workers would have to share the CPUs with them as well
         fix += f" {OTHERS_TAKE_CPUS}"
@@ -213,8 +213,9 @@ def _made_by_hand(evidence: Evidence) -> Finding:
             f"Make the next batch while this one trains: put {drawn or f'the code{at(where)}'} into a "
             "torch.utils.data.IterableDataset that yields whole batches, and draw them from "
             "DataLoader(dataset, batch_size=None, num_workers=1). Unless they are random, the batches stay the same."
-        ) + cheaper_call(evidence, line, evidence.buckets.data_wait_s)
+        )
         predicted = _gain_beside_training(evidence.data_wait_share, evidence.usable_cpus)
+        fix, predicted = with_cheaper_call(evidence, line, evidence.buckets.data_wait_s, fix, predicted)
         what, title = "making batches", "Data loading: no DataLoader"
     return _waiting(evidence, "input_serial", [made, *costs], fix, where, predicted, what, title)
 
@@ -234,8 +235,9 @@ def _made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
     fix = (
         f"Let workers do what the code{at(where)} does to each batch: put it into the data set "
         f"or the collate_fn of the loader, {call}{at(loader.where)}."
-    ) + cheaper_call(evidence, line, behind_s)
+    )
     predicted = _gain_beside_training(evidence.share(behind_s), evidence.usable_cpus)
+    fix, predicted = with_cheaper_call(evidence, line, behind_s, fix, predicted)
     title = "Data loading: a slow generator behind the loader"
     return _waiting(evidence, "input_serial", facts, fix, where, predicted, "waiting for batches", title)
 
@@ -292,7 +294,8 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
         predicted = plan.gain
     else:
         fix, predicted = _cheaper_fetch(evidence, loader, limit, line), _line_gain(evidence, line)
-    fix += cheaper_call(evidence, line, evidence.workers.fetch_s) if evidence.workers else ""
+    if evidence.workers:
+        fix, predicted = with_cheaper_call(evidence, line, evidence.workers.fetch_s, fix, predicted)
     if others:
         fix += f" {OTHERS_TAKE_CPUS}"
     if limit is Limit.IO:

@@ -13,6 +13,7 @@ from fulltilt.diagnosis.findings import (
     amdahl,
     at,
     by_removing,
+    costliest_line,
     costliest_lines,
     found,
     gain,
@@ -47,6 +48,9 @@ def slowing_down(evidence: Evidence) -> Judgement:
         lines = evidence.workers.growing_lines if evidence.workers else evidence.rank.growing_lines
     if lines:
         facts.append(f"{line_cost(lines[0])}: what it costs beyond what it did at first")
+    elif slower.bucket == "data_wait_s" and (line := costliest_line(evidence)) is not None:
+        lines = (line,)
+        facts.append(f"of the fetching, {line_cost(line)}")
     where = lines[0].where if lines else None
     share = evidence.share(slower.lost_s)
     cost_s = max(_growing_part(evidence) * _own_code_s(evidence), slower.lost_s)

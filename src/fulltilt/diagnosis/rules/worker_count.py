@@ -54,8 +54,20 @@ def plan_workers(evidence: Evidence) -> WorkerPlan | None:
     cautious, hopeful = (full_cpu_rate(evidence, supply, rate, taken) / rate for taken in (threads, 1.0))
     # Whatever the error of the rates: no loader wins more than the time that training waits for it.
     least, most = min(low, cautious) * (1 - LIMITS.rate_error), min(high, hopeful) * (1 + LIMITS.rate_error)
+    if (room := _cpu_room(evidence, supply)) is not None:
+        most = min(most, room * (1 + LIMITS.rate_error))
+        # Threads of one operation wait for each other: a worker that takes a CPU from one of them holds up all.
+        least = least if room >= LIMITS.cpu_room else 1.0
     predicted = by_speeding_up(evidence.share(evidence.drawing_s), *gain(least, most, cap=unhindered))
     return WorkerPlan(supply.workers, needed, allowed, advised, predicted)
+
+
+def _cpu_room(evidence: Evidence, supply: Supply) -> float | None:
+    """The CPUs that the job may use over those that it keeps busy already; None where they do not set its rate."""
+    used_pct, alone = evidence.host.tree_cpu_pct, len(evidence.run.ranks) == 1
+    if evidence.on_gpu or supply.waits or not used_pct or not alone:
+        return None
+    return max(100 * evidence.usable_cpus / used_pct, 1.0)
 
 
 def _delivered_by_loader(evidence: Evidence) -> float | None:
