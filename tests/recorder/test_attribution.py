@@ -86,3 +86,13 @@ def test_a_generators_time_is_loading_in_the_picture_of_a_step() -> None:
     assert attributed.phases.load_s == pytest.approx(0.6)
     assert attributed.phases.other_s == pytest.approx(0.3)
     assert attributed.buckets.data_wait_s == pytest.approx(0.6)
+
+
+def test_a_forward_pass_too_short_for_any_sample_is_compute_and_not_what_was_seen_elsewhere() -> None:
+    times = ActivityTimes(
+        {"user": 0.011 * S, "backward": 0.002 * S},
+        user_after={Activity.DATA_WAIT: 0.001 * S, Activity.OPTIMIZER: 0.01 * S},
+    )
+    interval = Interval(0, 0.013 * S, 1, 0, 1, 32, 0, times, 0.013 * S, 0.0, gpu=False)
+    buckets = attribute(interval, {Activity.OPTIMIZER: {"host": 1.0}}, Usual()).buckets
+    assert (buckets.host_code_s, buckets.compute_s) == pytest.approx((0.01, 0.003))
