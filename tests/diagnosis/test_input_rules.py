@@ -99,6 +99,7 @@ def test_workers_are_no_cure_for_a_slow_sampler() -> None:
             assert finding.title == "Data loading: slow sampler"  # with two workers it was titled "no workers"
             assert finding.evidence[1].startswith("75 % of it is the sampler")
             assert "num_workers=" not in finding.fix
+            assert ("num_samples" in finding.fix) == own.startswith("torch/")
             assert (finding.code, finding.where, finding.predicted_speedup) == ("input_serial", where, (1.3, 1.87))
     lines = (HotLine("train.py:12", "Weighted.__iter__", 15.0),)
     assert "num_workers=" in found(input_serial(gather(serial(sampler_lines=lines)))).fix

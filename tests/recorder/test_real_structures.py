@@ -155,7 +155,7 @@ def test_a_slow_sampler_is_named_whatever_the_workers(tmp_path: Path) -> None:
     seen = observe(STRUCTURES / "slow_sampler.py", tmp_path)
     finding = seen.answer["findings"][0]
     assert (finding["code"], finding["where"]) == ("input_serial", "slow_sampler.py:18")
-    assert finding["fix"].startswith("Let the sampler at slow_sampler.py:18 do less")
+    assert " at slow_sampler.py:18 runs in the training thread: " in finding["fix"]
 
 
 @pytest.mark.quiet

@@ -178,11 +178,18 @@ def _slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
         f"{percent(share)} of it is the sampler, which workers do not take over, in {count('pass', loader.passes)}",
         f"of the wait, {line_cost(line, loader.wait_s)}",
     ]
-    where = loader.where if line.where.startswith("torch/") else line.where  # nobody mends torch's own samplers
-    fix = (
-        f"Let the sampler{at(where)} do less: draw only as many indices as are used "
-        "(num_samples), make fewer and longer passes, or work out beforehand what each batch works out anew."
-    )
+    if line.where.startswith("torch/"):  # nobody mends torch's own samplers
+        where = loader.where
+        fix = (
+            f"Let the sampler{at(where)} do less: draw only as many indices as are used (num_samples), or make fewer "
+            "and longer passes."
+        )
+    else:
+        where = line.where
+        fix = (
+            f"{line.call or line.function}{at(where)} runs in the training thread: work the order out once an epoch, "
+            "for all batches at a time (NumPy, torch.argsort), or draw indices from a list made beforehand."
+        )
     predicted = by_removing(share * evidence.data_wait_share)
     return _waiting(evidence, "input_serial", facts, fix, where, predicted, title="Data loading: slow sampler")
 
