@@ -199,6 +199,8 @@ def test_a_closure_is_the_users_code_and_the_optimizers_own_work_is_not(tmp_path
         optimizer.step(closure=closure)
         assert seen == [Activity.OPTIMIZER, Activity.USER, Activity.USER]
         assert session.state.optimizer_calls == 3
+        # What follows comes behind a step: torch's work there, as in a callback of Lightning's, is no forward pass.
+        assert (session.recorder.activity, session.recorder.left) == (Activity.USER, Activity.OPTIMIZER)
     finally:
         session.finish()
 

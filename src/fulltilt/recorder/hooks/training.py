@@ -312,6 +312,8 @@ class StepHooks:
         self._steps_count.add(key)
         self._steps_inside = self._steps_inside or self._around_steps is Activity.BACKWARD
         recorder.calibration.under_way = False
+        if recorder.activity is Activity.USER:
+            recorder.switch(Activity.OPTIMIZER)  # after a closure, too, what follows comes behind a step
         recorder.switch(self._around_steps, OptimizerStepped(key, skipped), Point.STEP)
         if not self._taps.all:
             recorder.calibrate_if_asked(Point.BATCH)
