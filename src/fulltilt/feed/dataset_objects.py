@@ -179,29 +179,25 @@ _DIGEST_BYTES, _DIGEST_ITEMS = 64 * 1024**2, 100_000
 
 
 def attributes(dataset: Any) -> Attributes:
-    """The attributes of a data set, each with a number that changes when settings or labels are changed in place."""
-    return {name: (value, _digest(value)) for name, value in getattr(dataset, "__dict__", {}).items()}
+    """The attributes of a data set, each with a mark of what it is and, for settings and labels, of what is in it."""
+    return {name: (value, _mark(value)) for name, value in getattr(dataset, "__dict__", {}).items()}
 
 
 def changed_attribute(before: Attributes, now: Attributes) -> str | None:
     """The name of an attribute that is another one ``now``."""
-    for name in {**before, **now}:
-        (old, old_digest), (new, digest) = before.get(name, (None, None)), now.get(name, (None, None))
-        if old_digest != digest or (old is not new and not isinstance(new, _PLAIN)):
-            return name
-    return None
+    return next((name for name in {**before, **now} if before.get(name, ())[1:] != now.get(name, ())[1:]), None)
 
 
-def _digest(value: Any) -> Any:
+def _mark(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return repr(value)
+    content = None
     if isinstance(value, torch.Tensor):
-        return value._version
-    if type(value).__module__ == "numpy" and getattr(value, "nbytes", _DIGEST_BYTES) < _DIGEST_BYTES:
-        return zlib.crc32(value.tobytes())
-    if isinstance(value, list | tuple | dict) and len(value) <= _DIGEST_ITEMS:
+        content = value._version
+    elif type(value).__module__ == "numpy" and getattr(value, "nbytes", _DIGEST_BYTES) < _DIGEST_BYTES:
+        content = zlib.crc32(value.tobytes())
+    elif isinstance(value, list | tuple | dict) and len(value) <= _DIGEST_ITEMS:
         inner = value.values() if isinstance(value, dict) else value
-        if all(isinstance(item, _PLAIN | None) for item in inner):
-            return zlib.crc32(repr(value).encode("utf-8", "backslashreplace"))
-        return len(value)
-    return None
+        plain = all(isinstance(item, _PLAIN | None) for item in inner)
+        content = zlib.crc32(repr(value).encode("utf-8", "backslashreplace")) if plain else len(value)
+    return id(value), content

@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from fulltilt import cuda_capture
 from fulltilt.feed.epoch_order import sample_of
 from fulltilt.feed.sample_cache import HostRows, SampleCache
-from fulltilt.feed.sample_layout import Layout
 from fulltilt.feed.sample_store import Store
 from fulltilt.feed.worker_pool import WorkerPool
 
@@ -63,28 +62,29 @@ def ahead(items: Generator[Item, None, None], device: torch.device, stream: Any)
 
 
 class DeviceBatches:
-    """Takes batches of sample numbers to the device, in order. The tensors belong to the caller."""
+    """Takes batches of draws to the device, in order. The tensors belong to the caller."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self._layout, self._device = layout, device
-        self._stream = copy_stream(device)
-        self.copies_ahead = device.type == "cuda"  # on a CPU there is nothing to copy to
+    def __init__(self, cache: SampleCache) -> None:
+        self._cache, self._device = cache, cache.device
+        self._stream = copy_stream(cache.device)
+        self.copies_ahead = cache.device.type == "cuda"  # on a CPU there is nothing to copy to
 
-    def batches(self, supply: SampleCache, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
+    def batches(self, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
         """The leaves of each batch, from wherever its samples are."""
-        if supply.store is not None and supply.store.on_device:
-            lacking = supply.lacking(batches)
+        cache = self._cache
+        if cache.store is not None and cache.store.on_device:
+            lacking = cache.lacking(batches)
             # What drop_last, or a tier chosen in mid-epoch, left out of the passes before is read first: a batch from
             # the device alone needs no thread that assembles it, and with one a host that can hardly keep up with its
             # GPU is a third slower.
-            few = len(lacking) <= READ_FIRST_BATCHES * supply.batch_size and 2 * len(lacking) <= sum(map(len, batches))
+            few = len(lacking) <= READ_FIRST_BATCHES * cache.batch_size and 2 * len(lacking) <= sum(map(len, batches))
             if len(lacking) and few:
-                for _ in self._from_source(supply, list(torch.split(lacking, supply.batch_size)), epoch):
+                for _ in self._from_source(list(torch.split(lacking, cache.batch_size)), epoch):
                     pass
-                lacking = supply.lacking(batches)
-            if supply.store is not None and not len(lacking):
-                return self._resident(supply.store, [supply.bad.without_bad(batch) for batch in batches])
-        return self._from_source(supply, batches, epoch)
+                lacking = cache.lacking(batches)
+            if cache.store is not None and not len(lacking):
+                return self._resident(cache.store, [cache.bad.without_bad(batch) for batch in batches])
+        return self._from_source(batches, epoch)
 
     def _resident(self, store: Store, batches: list[torch.Tensor]) -> Iterator[Leaves]:
         """Batches of a complete device store: one upload of indices for the epoch, then one gather a batch."""
@@ -96,13 +96,13 @@ class DeviceBatches:
             for picked, drawn in zip(indices, numbers, strict=True):
                 yield self._leaves(store.gather(picked)), drawn
 
-    def _from_source(self, supply: SampleCache, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
+    def _from_source(self, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
         # Forked here, on the main thread, and not in the feeding thread.
-        pool = supply.take_pool() if len(supply.lacking(batches)) else None
+        pool = self._cache.take_pool() if len(self._cache.lacking(batches)) else None
         # Without workers the data set runs in this process: on the thread that asks, whose random generators it may
         # use and which may draw from them at the same moment.
         by_thread = self.copies_ahead and (pool is None or pool.workers > 0)
-        copied = self._copied(supply, batches, epoch, pool, by_thread)
+        copied = self._copied(batches, epoch, pool, by_thread)
         if by_thread:
             copied = ahead(copied, self._device, self._stream)
         try:
@@ -114,26 +114,20 @@ class DeviceBatches:
                     yield self._leaves(rows if store is None else store.gather(sample_of(draws))), draws
         finally:
             if pool is not None:
-                supply.give_back(pool)
+                self._cache.give_back(pool)
 
     def _copied(
-        self, supply: SampleCache, batches: list[torch.Tensor], epoch: int, pool: WorkerPool | None, by_thread: bool
+        self, batches: list[torch.Tensor], epoch: int, pool: WorkerPool | None, by_thread: bool
     ) -> Generator[Copied, None, None]:
         """Each batch on the device. Its host memory is used again: the copy is over when the next one is asked for."""
-        cuda = self._device.type == "cuda"
+        device, shape = self._device, (self._cache.batch_size, self._cache.layout.row_bytes)
         with torch.inference_mode(False):  # begun in an evaluation, it may go on outside of it
-            shape = supply.batch_size, self._layout.row_bytes
-            buffer = torch.empty(shape, dtype=torch.uint8, pin_memory=cuda and by_thread)
-        with contextlib.closing(supply.host_rows(batches, epoch, pool, buffer)) as assembled:
+            buffer = torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda" and by_thread)
+        with contextlib.closing(self._cache.host_rows(batches, epoch, pool, buffer)) as assembled:
             for batch in assembled:
-                words = batch.rows.view(torch.int64).to(self._device, non_blocking=by_thread, copy=True)
-                yield (
-                    batch,
-                    words.view(torch.uint8),
-                    batch.draws.to(self._device, copy=True),
-                    batch.samples.to(self._device),
-                )
+                words = batch.rows.view(torch.int64).to(device, non_blocking=by_thread, copy=True)
+                yield batch, words.view(torch.uint8), batch.draws.to(device, copy=True), batch.samples.to(device)
 
     def _leaves(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of a batch from its ``rows``, which nobody else uses."""
-        return [leaf.contiguous() for leaf in self._layout.split(rows)]
+        return [leaf.contiguous() for leaf in self._cache.layout.split(rows)]

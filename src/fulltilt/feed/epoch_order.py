@@ -92,11 +92,9 @@ class Order:
     sampler: Iterable[int] | None = None
 
     def __post_init__(self) -> None:
-        if not is_whole(self.batch_size, at_least=1):
-            raise UsageError(f"batch_size is {self.batch_size!r}; it must be a whole number of at least 1")
+        require("batch_size", self.batch_size, is_whole(self.batch_size, at_least=1), "a whole number of at least 1")
         object.__setattr__(self, "batch_size", int(self.batch_size))
-        if not isinstance(self.seed, int):
-            raise UsageError(f"seed is {self.seed!r}; it must be a whole number")
+        require("seed", self.seed, isinstance(self.seed, int), "a whole number")
         if self.sampler is not None and self.shuffle:
             raise UsageError("a sampler decides the order itself", "Leave out shuffle=True, or leave out the sampler.")
 
@@ -187,6 +185,12 @@ def step_samples(order: BatchOrder) -> int | None:
 def is_whole(number: Any, at_least: int = 0) -> bool:
     """Whether it is a whole number (NumPy has some of its own) of ``at_least`` so many, and none beyond all reason."""
     return type(number) is not bool and isinstance(number, Integral) and at_least <= int(number) < 2**31
+
+
+def require(name: str, given: Any, right: bool, expected: str) -> None:
+    """Raise UsageError unless an argument is right: ``name is given; it must be expected``."""
+    if not right:
+        raise UsageError(f"{name} is {given!r}; it must be {expected}")
 
 
 def every_batch_counts(order: BatchOrder) -> bool:

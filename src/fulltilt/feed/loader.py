@@ -30,6 +30,7 @@ from fulltilt.feed.epoch_order import (
     every_batch_counts,
     is_whole,
     ranks,
+    require,
     resumed_at,
     step_samples,
 )
@@ -86,21 +87,13 @@ def loader(
             f"feed.loader has no {', '.join(unknown)}",
             "Random numbers follow from seed=..., batches from sampler=...; keep the DataLoader for a collate_fn.",
         )
-    for name, given, right, expected in (
-        ("on_bad_sample", on_bad_sample, on_bad_sample in ("stop", "skip"), "'stop' or 'skip'"),
-        (
-            "max_bad_share",
-            max_bad_share,
-            isinstance(max_bad_share, int | float) and 0 <= max_bad_share <= 1,
-            "from 0 to 1",
-        ),
-        ("checks", checks, is_whole(checks), "a whole number"),
-        ("cache_dir", cache_dir, isinstance(cache_dir, str | PathLike | None), "a folder"),
-        ("decode", decode, decode is None or callable(decode), "a function of what the data set returns"),
-        ("cache_key", cache_key, cache_key != "", "a text that names the data, as 'train-v3'"),
-    ):
-        if not right:
-            raise UsageError(f"{name} is {given!r}; it must be {expected}")
+    is_share = isinstance(max_bad_share, int | float) and 0 <= max_bad_share <= 1
+    require("on_bad_sample", on_bad_sample, on_bad_sample in ("stop", "skip"), "'stop' or 'skip'")
+    require("max_bad_share", max_bad_share, is_share, "from 0 to 1")
+    require("checks", checks, is_whole(checks), "a whole number")
+    require("cache_dir", cache_dir, isinstance(cache_dir, str | PathLike | None), "a folder")
+    require("decode", decode, decode is None or callable(decode), "a function of what the data set returns")
+    require("cache_key", cache_key, cache_key != "", "a text that names the data, as 'train-v3'")
     workers = asked_workers(num_workers)
     if num_workers and multiprocessing.current_process().daemon:
         raise UsageError(
@@ -145,7 +138,7 @@ class FeedLoader(PositionedLoader):
         self.order, self._cache, self._augment = order, cache, augment
         self.dataset, self.device = cache.dataset, cache.device
         self.workers, self.notes = cache.workers, cache.notes
-        self._device_batches = DeviceBatches(cache.layout, cache.device)
+        self._device_batches = DeviceBatches(cache)
 
     # ----------------------------------------------------------------- like a DataLoader
 
@@ -190,7 +183,7 @@ class FeedLoader(PositionedLoader):
         cache.settle(model_has_run=False)
         everything = [*torch.split(torch.arange(cache.samples), self.batch_size)]
         if cache.store is not None and len(cache.lacking(everything)):
-            batches = self._device_batches.batches(cache, everything, 0)
+            batches = self._device_batches.batches(everything, 0)
             for _ in progress(batches, len(everything), f"Decoding into {self.tier}"):
                 pass
         cache.end_epoch()
@@ -209,7 +202,7 @@ class FeedLoader(PositionedLoader):
         cache = self._cache
         try:
             cache.begin_epoch(epoch)
-            batches = self._device_batches.batches(cache, draws_of(self.order, epoch)[start:], epoch)
+            batches = self._device_batches.batches(draws_of(self.order, epoch)[start:], epoch)
             for number, (leaves, indices) in enumerate(batches, start):
                 cache.batches_trained(number - start)
                 batch = cache.layout.build_batch(leaves)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError, UsageError
-from fulltilt.feed.epoch_order import PositionedLoader, is_whole, ranks, saved_position
+from fulltilt.feed.epoch_order import PositionedLoader, is_whole, ranks, require, saved_position
 from fulltilt.feed.progress import progress
 from fulltilt.feed.random_numbers import as_int64
 from fulltilt.feed.sample_store import device_or_default
@@ -59,8 +59,8 @@ def tokenise(texts: Iterable[str], tokenizer: Callable[..., Any], *, max_length:
     """
     if isinstance(texts, str | Mapping) or not isinstance(texts, Iterable):
         raise UsageError(f"the texts are {type(texts).__name__}, not a list of texts")
-    if max_length is not None and not is_whole(max_length, at_least=1):
-        raise UsageError(f"max_length is {max_length!r}; it must be a whole number of at least 1")
+    right = max_length is None or is_whole(max_length, at_least=1)
+    require("max_length", max_length, right, "a whole number of at least 1")
     every = list(texts)
     ids: list[list[int]] = []
     starts = range(0, len(every), 1000)
@@ -105,8 +105,7 @@ class Batching:
             raise UsageError("give either batch_size or tokens_per_batch")
         for name in ("batch_size", "tokens_per_batch", "window", "multiple"):
             number = getattr(self, name)
-            if number is not None and not is_whole(number, at_least=1):
-                raise UsageError(f"{name} is {number!r}; it must be a whole number of at least 1")
+            require(name, number, number is None or is_whole(number, at_least=1), "a whole number of at least 1")
 
     def batches(self, lengths: torch.Tensor, epoch: int, world_size: int = 1) -> list[torch.Tensor]:
         """The batches of ``epoch`` for all ranks: batches r, r + world_size, … are rank r's, and of like length."""

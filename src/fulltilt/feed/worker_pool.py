@@ -23,7 +23,7 @@ import torch
 from torch.utils.data._utils import worker as of_torch
 
 from fulltilt.errors import FulltiltError, MachineError, UsageError
-from fulltilt.feed.epoch_order import is_whole
+from fulltilt.feed.epoch_order import is_whole, require
 from fulltilt.feed.sample_reader import Failure, Reader
 from fulltilt.feed.sample_store import pin, shared_bytes
 from fulltilt.feed.tiers import local_ranks
@@ -246,8 +246,8 @@ def asked_workers(number: int | None) -> int:
     """The workers that were asked for, or the default. Raises UsageError for what is no number of processes."""
     if number is None:
         return default_workers()
-    if not is_whole(number) or number > MOST_OF_A_SETTING:
-        raise UsageError(f"num_workers is {number!r}; it must be a whole number from 0 to {MOST_OF_A_SETTING:,}")
+    right = is_whole(number) and number <= MOST_OF_A_SETTING
+    require("num_workers", number, right, f"a whole number from 0 to {MOST_OF_A_SETTING:,}")
     return int(number)
 
 
