@@ -28,31 +28,23 @@ class AsyncMetrics(Generic[Label]):
     def __init__(self, device: torch.device) -> None:
         self.lag = 8 if device.type == "cuda" else 0
         self._queue: deque[tuple[Label, torch.Tensor, torch.cuda.Event | None]] = deque()
-        self._spare: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
     def push(self, label: Label, figures: torch.Tensor) -> None:
         """Queue the figures of one step."""
-        if not figures.is_cuda:
-            self._queue.append((label, figures, None))
-            return
-        if not self._spare:
+        event = None
+        if figures.is_cuda:
+            figures = figures.to("cpu", non_blocking=True)  # into pinned memory, which torch keeps for the next
             event = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-            self._spare.append((torch.empty_like(figures, device="cpu", pin_memory=True), event))
-        host, event = self._spare.pop()
-        host.copy_(figures, non_blocking=True)
-        event.record()
-        self._queue.append((label, host, event))
+            event.record()
+        self._queue.append((label, figures, event))
 
     def read(self, *, everything: bool) -> Iterator[tuple[Label, list[float]]]:
         """What was queued more than ``lag`` steps ago: the GPU has long passed there. Everything waits for it."""
         while len(self._queue) > (0 if everything else self.lag):
-            label, host, event = self._queue.popleft()
+            label, figures, event = self._queue.popleft()
             if event is not None:
                 event.synchronize()
-            figures: list[float] = host.tolist()
-            if event is not None:
-                self._spare.append((host, event))
-            yield label, figures
+            yield label, figures.tolist()
 
     def clear(self) -> None:
         """Forget what is queued, after the run went back to an earlier state."""
