@@ -148,7 +148,7 @@ def read(path: Path) -> dict[str, Any]:
         if path.suffix in (".yaml", ".yml"):
             content = _read_yaml(text)
         elif path.suffix == ".toml":
-            content = _read_toml(text)
+            content = tomllib.loads(text)
         elif path.suffix == ".json":
             content = store.parse_json(text)
         else:
@@ -257,17 +257,6 @@ def _out_of_bounds(value: Any, bounds: Mapping[str, Any]) -> str | None:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _read_toml(text: str) -> Any:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        line = re.search(r"Cannot overwrite a value \(at line (\d+)", str(error))
-        if line is None:
-            raise
-        key = text.split("\n")[int(line[1]) - 1].partition("=")[0].strip()
-        raise ValueError(f"line {line[1]}: the key {key!r} stands twice") from error
 
 
 def _read_yaml(text: str) -> Any:
