@@ -74,13 +74,14 @@ class DualEncoder(torch.nn.Module):
 
     def save(self, folder: Path) -> None:
         """In Hugging Face's format: ``--model`` takes it too."""
+        from transformers import CLIPImageProcessor
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.clip.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        preparing = _preparing(self.image_size)
-        (folder / "preprocessor_config.json").write_text(json.dumps(preparing, indent=2) + "\n")
+        side = self.image_size
+        preparing = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+        for part in (self.clip, self.tokenizer, preparing):
+            part.save_pretrained(folder)
 
 
 # --------------------------------------------------------------------------- models
@@ -134,23 +135,6 @@ def random_weights(size: str, tokenizer: Any, image_size: int | None, temperatur
     clip = CLIPModel(config)
     torch.nn.init.normal_(clip.vision_model.embeddings.position_embedding.weight, std=POSITION_STD)
     return DualEncoder(clip, tokenizer, f"{size}, random weights")
-
-
-def _preparing(side: int) -> dict[str, Any]:
-    return {
-        "image_processor_type": "CLIPImageProcessor",
-        "do_resize": True,
-        "size": {"shortest_edge": side},
-        "do_center_crop": True,
-        "crop_size": {"height": side, "width": side},
-        "resample": 3,
-        "do_convert_rgb": True,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(CLIP_MEAN),
-        "image_std": list(CLIP_STD),
-    }
 
 
 def fixed_length(tokenizer: Any, captions: Sequence[str], most: int) -> int:
