@@ -24,7 +24,7 @@ RECIPES = {
 # What each one imports besides Fulltilt's own dependencies, and the extras that bring it.
 _NEEDED = {
     "cod": (("safetensors", "numpy", "PIL", "timm"), "train,recipes"),
-    "carclip": (("safetensors", "numpy", "PIL", "transformers"), "train,recipes"),
+    "carclip": (("safetensors", "numpy", "PIL", "torchvision", "transformers"), "train,recipes"),
     "visobert": (("safetensors", "numpy", "transformers"), "train,recipes"),
     "hdf5": (("safetensors", "numpy", "h5py"), "train,recipes,hdf5"),
 }

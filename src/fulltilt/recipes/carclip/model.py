@@ -5,7 +5,6 @@ Pretrained from a folder or the hub, or with random weights in two sizes.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,27 +88,16 @@ class DualEncoder(torch.nn.Module):
 
 def load_hugging_face(name: str) -> DualEncoder:
     """The CLIP model of a folder or hub name. Raises UsageError, DataError."""
-    from transformers import AutoTokenizer, CLIPModel
+    from transformers import AutoConfig, AutoTokenizer, CLIPModel
     from transformers.utils import logging
 
-    _refuse_other_model(Path(name))
     logging.disable_progress_bar()
+    kind = load("configuration", name, AutoConfig.from_pretrained, GIVE).model_type
+    if kind != "clip":
+        raise UsageError(f"the model in {name} is of type {kind!r}, not clip", "Give a CLIP model's folder.")
     clip = load("CLIP model", name, CLIPModel.from_pretrained, GIVE)
     tokenizer = load("tokenizer", name, AutoTokenizer.from_pretrained, GIVE)
     return DualEncoder(clip, tokenizer, f"{name}, pretrained")
-
-
-def _refuse_other_model(folder: Path) -> None:
-    if not folder.is_dir():
-        return
-    try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"{folder} holds no model: its config.json cannot be read", "Give a CLIP model's folder."
-        ) from error
-    if kind != "clip":
-        raise UsageError(f"the model in {folder} is of type {kind!r}, not clip", "Give a CLIP model's folder.")
 
 
 def random_weights(size: str, tokenizer: Any, image_size: int | None, temperature: float) -> DualEncoder:
