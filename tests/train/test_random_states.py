@@ -7,16 +7,18 @@ import random
 import numpy
 import torch
 
-from fulltilt.train.random_states import sample_seed
+from fulltilt.train.data_source import SeededSamples
+
+
+class Drawn:
+    def __getitem__(self, index: int) -> tuple[float, float, float]:
+        return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
 
 def test_draws_for_a_sample_depend_on_nothing_else() -> None:
-    def draw(epoch: int, index: int) -> tuple[float, float, float]:
-        with sample_seed(3, epoch, index):
-            return random.random(), float(numpy.random.rand()), float(torch.rand(()))
-
+    samples = SeededSamples(Drawn(), 3)
     before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    first = draw(1, 5)
-    assert draw(1, 6) != first != draw(2, 5)
-    assert draw(1, 5) == first
+    first = samples[1, 5]
+    assert samples[1, 6] != first != samples[2, 5]
+    assert samples[1, 5] == first
     assert (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before

@@ -166,16 +166,26 @@ class SampleCache:
     @torch.inference_mode(False)  # what is kept outlives the evaluation that it may be made in
     def settle(self, *, model_has_run: bool) -> None:
         """Decide the tier, now that the model's own memory is known, and begin to keep what is read."""
-        store = self._open(model_has_run=model_has_run)
-        if isinstance(store, DiskStore):
+        need = self.samples * self.layout.row_bytes
+        choice = choose_tier(need, self._room(model_has_run=model_has_run), self.asked)
+        self._decided = True
+        how = "training goes on from the source"
+        try:
+            self.store, how = self._make(choice.tier)
+        except CacheFull as full:
+            choice = Choice("none", str(full))
+        except FulltiltError as refused:  # by a folder, a disk or the system; nobody asked for it by name
+            if self.asked != "auto":
+                raise
+            choice = Choice("none", refused.what)
+        self.tier = choice.tier
+        self.notes.say(f"residency {choice.tier}: {choice.reason}" + (f" ({how})" if how else ""))
+        if isinstance(store := self.store, DiskStore):
             changed = self._first_changed(store, spread(self.samples, CHECKED_SAMPLES))
             if changed is not None:
-                store.delete_file()
-                store.close()
                 told = f"the cache was refused: its sample {changed} is not what the data set returns"
                 self._drop(f"{told}; training goes on from the source", fatal=False)
-                return
-        self.store = store
+                store.close()
 
     def lacking(self, batches: list[torch.Tensor]) -> torch.Tensor:
         """The samples of ``batches`` that are to be read from the source, each once."""
@@ -292,27 +302,15 @@ class SampleCache:
         return HostRows(draws, out, samples[:0])
 
     def _judge(self, failures: list[Failure]) -> None:
-        for failure in [*self.bad.note(failures), *(failure for failure in failures if failure.kind == "random")]:
-            self._on_failure(failure)
+        """Note what is bad or random; called on whatever thread reads, and may set ``store`` to None."""
+        for failure in self.bad.note(failures):
+            self.notes.warn(f"skipped {failure.where()}: {failure.message}")
+        drawn = next((failure for failure in failures if failure.kind == "random"), None)
+        if drawn is not None and not self._found_random:
+            self._found_random = True
+            self._drop(f"{drawn.where()}: {drawn.message}; nothing is kept, every sample is drawn anew")
 
     # ----------------------------------------------------------------- opening
-
-    def _open(self, *, model_has_run: bool) -> Store | None:
-        need = self.samples * self.layout.row_bytes
-        choice = choose_tier(need, self._room(model_has_run=model_has_run), self.asked)
-        self._decided = True
-        store, how = None, "training goes on from the source"
-        try:
-            store, how = self._make(choice.tier)
-        except CacheFull as full:
-            choice = Choice("none", str(full))
-        except FulltiltError as refused:  # by a folder, a disk or the system; nobody asked for it by name
-            if self.asked != "auto":
-                raise
-            choice = Choice("none", refused.what)
-        self.tier = choice.tier
-        self.notes.say(f"residency {choice.tier}: {choice.reason}" + (f" ({how})" if how else ""))
-        return store
 
     def _make(self, tier: Tier) -> tuple[Store | None, str]:
         shape = self.samples, self.layout.row_bytes
@@ -376,16 +374,8 @@ class SampleCache:
         return next((i for i, row in fresh if i in failed or not torch.equal(row, store.row(i))), None)
 
     def _on_full(self, full: CacheFull) -> None:
-        """The store ran out of room; see ``_on_failure``."""
+        """The store ran out of room; see ``_judge``."""
         self._drop(f"{full}; the cache was dropped and training goes on from the source", fatal=False)
-
-    def _on_failure(self, failure: Failure) -> None:
-        """A sample is bad or random; called on whatever thread reads, and may set ``store`` to None."""
-        if failure.kind != "random":
-            self.notes.warn(f"skipped {failure.where()}: {failure.message}")
-        elif not self._found_random:
-            self._found_random = True
-            self._drop(f"{failure.where()}: {failure.message}; nothing is kept, every sample is drawn anew")
 
     def _drop(self, why: str, *, fatal: bool = True) -> None:
         if fatal and self.asked not in ("auto", "none"):

@@ -6,10 +6,9 @@ is assembled by one gather and its tensors are cut out of it without touching a 
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,11 +153,12 @@ def same_sample(left: Any, right: Any) -> bool:
     return torch.equal(first, second)
 
 
-def mapping_like(value: Mapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
-    """What makes a mapping of the type of ``value`` from a dict; a dict where that type is made otherwise."""
-    if isinstance(value, defaultdict):
-        return functools.partial(defaultdict, value.default_factory)
+def container_like(node: Any, parts: Sequence[Any]) -> Any:
+    """``node``, a mapping, tuple or list, with other ``parts``; a plain one where its type is made otherwise."""
+    made: Any = dict(zip(node, parts, strict=True)) if isinstance(node, Mapping) else list(parts)
     try:
-        return type(value) if isinstance(type(value)({}), Mapping) else dict  # type: ignore[call-arg]
-    except Exception:
-        return dict
+        if isinstance(node, defaultdict):
+            return defaultdict(node.default_factory, made)
+        return type(node)(*parts) if hasattr(node, "_fields") else type(node)(made)
+    except Exception:  # a type of the user's own
+        return tuple(parts) if isinstance(node, tuple) else made

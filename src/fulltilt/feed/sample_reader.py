@@ -6,7 +6,7 @@ import bisect
 import os
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -84,9 +84,7 @@ class SampleReader:
             with Generators(self.dataset).untouched(), suppress(Exception):
                 self.dataset[int(sample_of(indices[0]))]
             self._generators = Generators(self.dataset)
-        # In this process the user's own generators must not notice us; a worker's belong to us.
-        in_worker = torch.utils.data.get_worker_info() is not None
-        with nullcontext() if in_worker else self._generators.untouched():
+        with self._generators.untouched():
             failures: list[Failure] = []
             if not self.seeded:
                 before = self._generators.mark()

@@ -17,16 +17,15 @@ import torch.distributed as dist
 from fulltilt.errors import UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.dataset_check import inspect
-from fulltilt.feed.dataset_objects import refuse_shared_handle
+from fulltilt.feed.dataset_objects import Generators, refuse_shared_handle
 from fulltilt.feed.loader import FeedLoader
-from fulltilt.feed.random_numbers import mix
+from fulltilt.feed.random_numbers import mix, sample_seed
 from fulltilt.feed.sample_cache import SampleCache
-from fulltilt.feed.sample_layout import mapping_like
+from fulltilt.feed.sample_layout import container_like
 from fulltilt.feed.sample_reader import BadSamples, Failure, ShapesDiffer, failure_of
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import Ranks, part_of
 from fulltilt.train.guards import explain_dead_worker
-from fulltilt.train.random_states import sample_seed
 from fulltilt.train.sampler import EpochPlan, RankBatches
 from fulltilt.train.stop import listen_in_worker
 
@@ -92,15 +91,10 @@ def _rebuilt(node: Any, change: Callable[[Any], Any]) -> Any:
     """A batch of any structure with what ``change`` makes of each part; None means to look inside."""
     if (changed := change(node)) is not None:
         return changed
-    if isinstance(node, Mapping):
-        return mapping_like(node)({key: _rebuilt(value, change) for key, value in node.items()})
-    if not isinstance(node, list | tuple):
+    if not isinstance(node, Mapping | list | tuple):
         return node
-    parts = [_rebuilt(value, change) for value in node]
-    try:
-        return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
-    except Exception:  # a type of the user's own that is made otherwise
-        return tuple(parts) if isinstance(node, tuple) else parts
+    children = node.values() if isinstance(node, Mapping) else node
+    return container_like(node, [_rebuilt(child, change) for child in children])
 
 
 # --------------------------------------------------------------------------- rows of all ranks
@@ -180,7 +174,9 @@ class SeededSamples(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
-        with sample_seed(self.seed, epoch, index):
+        generators = Generators()
+        with generators.untouched():
+            generators.seed(sample_seed(self.seed, epoch, index))
             try:
                 return self.samples[index]
             except MemoryError:

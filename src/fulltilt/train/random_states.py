@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from fulltilt.feed import random_numbers
-from fulltilt.feed.dataset_objects import Generators
 from fulltilt.train.distributed import Group
 
 
@@ -63,14 +60,3 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     torch.manual_seed(mixed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(mixed % 2**32)
-
-
-@contextlib.contextmanager
-def sample_seed(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Within it, random draws depend on (seed, epoch, index) only; the run's own generators then go on undisturbed."""
-    generators = Generators()
-    # A worker process has no run of its own to protect, and putting states back costs more than seeding.
-    in_worker = torch.utils.data.get_worker_info() is not None
-    with contextlib.nullcontext() if in_worker else generators.untouched():
-        generators.seed(random_numbers.sample_seed(seed, epoch, index))
-        yield

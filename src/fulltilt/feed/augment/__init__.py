@@ -28,7 +28,7 @@ from fulltilt.feed.augment.geometry import (
 from fulltilt.feed.augment.photometric import ColourJitter, Normalise, Photometric, SpecAugment
 from fulltilt.feed.epoch_order import sample_of
 from fulltilt.feed.random_numbers import as_int64, uniform
-from fulltilt.feed.sample_layout import mapping_like
+from fulltilt.feed.sample_layout import container_like
 
 __all__ = [
     "Affine",
@@ -97,7 +97,11 @@ class Pipeline:
             if prepare is not None:
                 prepare(image.device)
         image, mask = self._run(image, mask, seed, epoch, indices)
-        return _with(batch, image_key, image, mask_key, mask)
+        if image_key is None:
+            return image
+        changed = {image_key: image, mask_key: mask}
+        keys = batch if isinstance(batch, Mapping) else range(len(batch))
+        return container_like(batch, [changed.get(key, batch[key]) for key in keys])
 
     def _check_shapes(self, image: torch.Tensor, mask: torch.Tensor | None) -> None:
         for transform in self.transforms:
@@ -257,13 +261,3 @@ def _as_float(image: torch.Tensor) -> torch.Tensor:
 
 def _padded(rows: torch.Tensor, lacking: int) -> torch.Tensor:
     return torch.cat([rows, rows[:1].expand(lacking, *rows.shape[1:])]) if lacking else rows
-
-
-def _with(batch: Any, image_key: Key | None, image: Any, mask_key: Key | None, mask: Any) -> Any:
-    if image_key is None:
-        return image
-    changed = {image_key: image} if mask_key is None else {image_key: image, mask_key: mask}
-    if isinstance(batch, Mapping):
-        return mapping_like(batch)({**batch, **changed})
-    items = [changed.get(position, item) for position, item in enumerate(batch)]
-    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
