@@ -14,7 +14,6 @@ from fulltilt.errors import DataError
 from fulltilt.feed import sample_cache
 from fulltilt.feed.sample_layout import layout_of
 from fulltilt.feed.sample_store import Store
-from fulltilt.feed.tiers import Room
 from fulltilt.train.data_source import to_device
 
 from .conftest import Drawn, Pixels
@@ -25,7 +24,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Loaders made with this believe in a device with a tier of its own."""
-    room = Room(vram_bytes=1 << 30, pinned_bytes=1 << 30, ram_bytes=1 << 30, disk_bytes=1 << 30)
+    room = dict.fromkeys(("vram", "pinned", "ram", "disk"), 1 << 30)
     monkeypatch.setattr(sample_cache, "measure_room", lambda *_, **__: room)
 
     def make(*args, **options):

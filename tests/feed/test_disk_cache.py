@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from fulltilt import feed
 from fulltilt.errors import MachineError, UsageError
-from fulltilt.feed import disk_cache, sample_cache
+from fulltilt.feed import disk_cache, sample_cache, tiers
 from fulltilt.feed.disk_cache import (
     FORMAT,
     HEADER_BYTES,
@@ -32,7 +32,6 @@ from fulltilt.feed.disk_cache import (
     sweep,
 )
 from fulltilt.feed.sample_layout import layout_of
-from fulltilt.feed.tiers import Room
 from fulltilt.store.owned_folder import OwnedFolder
 
 from .conftest import Pixels
@@ -104,10 +103,9 @@ def test_without_a_key_a_cache_lives_for_one_run(files, cache_dir):
 
 
 def test_without_a_key_nobody_is_given_the_disk(tmp_path, monkeypatch):
-    full = Room(vram_bytes=None, pinned_bytes=None, ram_bytes=0, disk_bytes=1 << 30)
-    monkeypatch.setattr(sample_cache, "measure_room", lambda *_, **__: full)
+    monkeypatch.setattr(tiers, "memory_headroom_bytes", lambda: 0)
     for key, tier in ((None, "none"), ("v1", "disk")):
-        with feed.loader(Pixels(9), 4, cache_dir=tmp_path, num_workers=0, cache_key=key) as loader:
+        with feed.loader(Pixels(9), 4, cache_dir=tmp_path, num_workers=0, cache_key=key, device="cpu") as loader:
             assert sum(len(labels) for _, labels in loader) == 9
             assert loader.tier == tier
 
@@ -165,8 +163,7 @@ def test_a_complete_cache_may_lie_where_nothing_can_be_written(files, cache_dir,
 def test_nobody_who_did_not_ask_for_the_disk_is_stopped_by_it(tmp_path, monkeypatch):
     """A folder that cannot be made: residency auto goes on from the source."""
     (tmp_path / "file").write_text("")
-    nowhere = Room(vram_bytes=None, pinned_bytes=None, ram_bytes=0, disk_bytes=1 << 30)
-    monkeypatch.setattr(sample_cache, "measure_room", lambda *_, **__: nowhere)
+    monkeypatch.setattr(sample_cache, "measure_room", lambda *_, **__: {"ram": 0, "disk": 1 << 30})
     with feed.loader(Pixels(9), 4, cache_key="v1", cache_dir=tmp_path / "file" / "x", num_workers=0) as loader:
         assert sum(len(labels) for _, labels in loader) == 9
     assert "training goes on from the source" in opened(loader)

@@ -210,7 +210,8 @@ class Hdf5Loader(PositionedLoader):
                 try:
                     yield rows[0]
                 finally:
-                    self._synchronize()
+                    if self.device.type == "cuda":
+                        torch.cuda.current_stream(self.device).synchronize()
 
     def _loaded(self, arriving: Iterable[torch.Tensor], group: list[BlockPart]) -> Samples:
         """The rows of all blocks of ``group``, and those of their samples that are asked for."""
@@ -226,10 +227,6 @@ class Hdf5Loader(PositionedLoader):
             numbers.append(block.first_sample + inside)
             offset += block.rows
         return columns, torch.cat(starts), torch.cat(numbers)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
 
     # ----------------------------------------------------------------- batches
 

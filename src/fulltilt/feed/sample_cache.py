@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +169,9 @@ class SampleCache:
         need = self.samples * self.layout.row_bytes
         choice = choose_tier(need, self._room(model_has_run=model_has_run), self.asked)
         self._decided = True
-        how = "training goes on from the source"
+        store, how = None, "training goes on from the source"
         try:
-            self.store, how = self._make(choice.tier)
+            store, how = self._make(choice.tier)
         except CacheFull as full:
             choice = Choice("none", str(full))
         except FulltiltError as refused:  # by a folder, a disk or the system; nobody asked for it by name
@@ -180,12 +180,15 @@ class SampleCache:
             choice = Choice("none", refused.what)
         self.tier = choice.tier
         self.notes.say(f"residency {choice.tier}: {choice.reason}" + (f" ({how})" if how else ""))
-        if isinstance(store := self.store, DiskStore):
+        if isinstance(store, DiskStore):
             changed = self._first_changed(store, spread(self.samples, CHECKED_SAMPLES))
             if changed is not None:
+                store.delete_file()
+                store.close()
                 told = f"the cache was refused: its sample {changed} is not what the data set returns"
                 self._drop(f"{told}; training goes on from the source", fatal=False)
-                store.close()
+                return
+        self.store = store  # not before: from here on other threads serve what is in it
 
     def lacking(self, batches: list[torch.Tensor]) -> torch.Tensor:
         """The samples of ``batches`` that are to be read from the source, each once."""
@@ -332,14 +335,9 @@ class SampleCache:
         return None, ""
 
     def _room(self, *, model_has_run: bool) -> Room:
-        room = measure_room(
-            self.device,
-            self._cache_dir,
-            reserve_bytes=self._reserve_bytes,
-            model_has_run=model_has_run,
-        )
         # Without a key the next run could not tell what is in it: not worth writing, unless asked for.
-        return replace(room, disk_bytes=None) if self.asked == "auto" and self._cache_key is None else room
+        cache_dir = None if self.asked == "auto" and self._cache_key is None else self._cache_dir
+        return measure_room(self.device, cache_dir, reserve_bytes=self._reserve_bytes, model_has_run=model_has_run)
 
     # ----------------------------------------------------------------- checking and giving up
 

@@ -36,14 +36,8 @@ class Limits:
 LIMITS = Limits()
 
 
-@dataclass(frozen=True)
-class Room:
-    """Bytes that are free on each tier, after the model's own; None where the tier does not exist."""
-
-    vram_bytes: int | None
-    pinned_bytes: int | None
-    ram_bytes: int
-    disk_bytes: int | None
+# Free bytes on each tier that there is, after the model's own; the fastest tier first.
+Room = dict[Tier, int]
 
 
 @dataclass(frozen=True)
@@ -60,15 +54,8 @@ def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto") -> Choic
         raise UsageError(f"residency {asked!r} is unknown", f"Choose one of {', '.join(get_args(Residency))}.")
     if asked == "none":
         return Choice("none", "asked for")
-    rooms: dict[Tier, int | None] = {
-        "vram": room.vram_bytes,
-        "pinned": room.pinned_bytes,
-        "ram": room.ram_bytes,
-        "disk": room.disk_bytes,
-    }
     if asked != "auto":
-        free = rooms[asked]
-        if free is None:
+        if (free := room.get(asked)) is None:
             raise UsageError(
                 f"the data set cannot live in {asked}: there is no such memory here", "Use residency='auto'."
             )
@@ -79,9 +66,7 @@ def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto") -> Choic
             )
         return Choice(asked, "asked for")
     too_small: list[str] = []
-    for tier, free in rooms.items():
-        if free is None:
-            continue
+    for tier, free in room.items():
         if need_bytes <= free:
             skipped = f"; too small: {', '.join(too_small)}" if too_small else ""
             return Choice(tier, f"{size(need_bytes)} of {size(free)}{skipped}")
@@ -101,7 +86,7 @@ def measure_room(
     ``reserve_bytes`` is the VRAM to leave for the model; None leaves a share (see Limits).
     """
     ram = memory_headroom_bytes() // local_ranks()
-    vram = pinned = None
+    room: Room = {}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         margin = max(LIMITS.vram_margin_bytes, int(total * LIMITS.vram_margin_share))
@@ -110,10 +95,11 @@ def measure_room(
         elif reserve_bytes is not None:
             # What the model already took is no longer free: only the rest of its reserve is still to come.
             margin += max(0, reserve_bytes - torch.cuda.memory_reserved(device))
-        vram = max(0, free - margin)
-        pinned = int(ram * LIMITS.pinned_share)
-    disk = None if cache_dir is None else room_bytes(cache_dir)
-    return Room(vram, pinned, int(ram * LIMITS.ram_share), disk)
+        room = {"vram": max(0, free - margin), "pinned": int(ram * LIMITS.pinned_share)}
+    room["ram"] = int(ram * LIMITS.ram_share)
+    if cache_dir is not None and (disk := room_bytes(cache_dir)) is not None:
+        room["disk"] = disk
+    return room
 
 
 def local_ranks() -> int:
