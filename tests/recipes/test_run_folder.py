@@ -16,6 +16,7 @@ from fulltilt.recipes.carclip.model import TOKENIZER
 from fulltilt.recipes.pretrained import own_tokenizer
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.visobert import Options
+from fulltilt.train import checkpoint
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job
 
@@ -83,7 +84,7 @@ def test_library_folder_replaces_only_what_is_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("theirs", ["tokenizer/tokenizer.json", "tokenizer/notes.txt", "tokenizer"])
 def test_fresh_leaves_a_foreign_tokenizer_alone(name: str, theirs: str, tmp_path: Path) -> None:
     """The folder is ours, what lies at the tokenizer's place in it is not."""
-    out = run_folder.claim(tmp_path / "out").path
+    out = checkpoint.claim(tmp_path / "out").path
     if theirs != "tokenizer":
         with run_folder.written_by_library(out / "tokenizer") as private:
             (private / "vocab.json").write_text("ours")
@@ -98,7 +99,7 @@ def test_fresh_leaves_a_foreign_tokenizer_alone(name: str, theirs: str, tmp_path
 
 def test_library_folder_of_a_killed_run_is_removed(tmp_path: Path) -> None:
     target = tmp_path / "out" / "model"
-    folder = run_folder.claim(target.parent)
+    folder = checkpoint.claim(target.parent)
     killed = folder.make(folder.temporary(target))
     (killed / "half").write_text("x")
     with run_folder.written_by_library(target) as private:
@@ -110,7 +111,7 @@ def test_library_folder_of_a_killed_run_is_removed(tmp_path: Path) -> None:
 def test_model_given_is_never_the_one_replaced(
     name: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_folder.claim(tmp_path)
+    checkpoint.claim(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "clip"}')
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 
 from fulltilt.cli.streams import examples
-from fulltilt.recipes import RECIPES, find, require, run_folder
+from fulltilt.recipes import RECIPES, find, require
 from fulltilt.recipes import options as flagged
 from fulltilt.recipes.recipe import Recipe
 from fulltilt.train.stop import limits_count_from_here, signals_end_it
@@ -53,21 +53,22 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
     require(recipe.name)
     request = flagged.read(recipe, given, config)
     from fulltilt.train import exit_code_of
+    from fulltilt.train.checkpoint import claim
     from fulltilt.train.distributed import relaunch
 
     out = request.out
     if os.path.lexists(out):
-        run_folder.claim(out)  # before anything is read there, or said there
+        claim(out)  # before anything is read there, or said there
     of_ranks = 0
 
     def body() -> None:
         nonlocal of_ranks
         recipe.check_options(request)
         if request.synthetic:
-            run_folder.claim(out)
+            claim(out)
             _make_data(recipe, request.data)
         recipe.check(request)
-        run_folder.claim(out)
+        claim(out)
         code = relaunch(request.gpus, request.settings.device) if request.gpus else None
         if code is not None:
             of_ranks = code  # the ranks have said what there was to say

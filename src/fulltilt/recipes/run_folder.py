@@ -1,7 +1,4 @@
-"""The folder of a training: claimed before anything is written.
-
-Libraries that write folders of their own (models, tokenizers) get a private one, which then takes its place.
-"""
+"""Folders that a library writes into that of a training (models, tokenizers): a private one takes their place."""
 
 from __future__ import annotations
 
@@ -13,23 +10,15 @@ from fulltilt import store
 from fulltilt.errors import ForeignFiles, UsageError
 
 
-def claim(out: Path) -> store.OwnedFolder:
-    """The folder of a training, made or taken over. Raises ForeignFiles, UsageError, MachineError."""
-    from fulltilt.train import checkpoint  # torch, which flags and help do without
-
-    return checkpoint.claim(out)
-
-
-# --------------------------------------------------------------------------- folders that a library writes
-
-
 @contextlib.contextmanager
 def written_by_library(target: Path) -> Iterator[Path]:
     """A new private folder for a library to write into, which takes the place of ``target`` when all is written.
 
     Raises ForeignFiles where anything in ``target`` is not Fulltilt's own.
     """
-    folder = claim(target.parent)
+    from fulltilt.train import checkpoint  # torch, which flags and help do without
+
+    folder = checkpoint.claim(target.parent)
     refuse_foreign(target)
     remove_private(folder, f".{target.name}.*.tmp")  # of a run that was killed
     private, before = folder.make(folder.temporary(target)), folder.temporary(target)
