@@ -228,8 +228,8 @@ def _check_model(job: Job) -> None:
 
 def resume(state: TrainState, *, resume_from: Path | None = None, fresh: bool = False) -> None:
     """Bring the state to its newest checkpoint, or to what was named, and say which that is. Raises FulltiltErrors."""
-    if fresh and state.group.first and (aside := checkpoint.set_aside(state.root)) is not None:
-        state.screen.say(f"The checkpoints of the run before are now in {aside}")
+    if fresh and state.group.first and (old_root := checkpoint.set_aside(state.root)) is not None:
+        state.screen.say(f"The checkpoints of the run before are now in {old_root}")
     state.group.barrier()
     if not fresh:
         # The first rank chooses for all: on a network disk the others may not see the newest one yet.

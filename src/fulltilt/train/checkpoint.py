@@ -273,17 +273,17 @@ def set_aside(root: Path) -> Path | None:
         return None
     log = root.with_name(METRICS_FILE)
     for number in itertools.count(1):
-        aside, log_aside = root.with_name(f"{root.name}.old-{number}"), log.with_stem(f"{log.stem}.old-{number}")
-        if not (os.path.lexists(aside) or os.path.lexists(log_aside)):
+        old_root, old_log = root.with_name(f"{root.name}.old-{number}"), log.with_stem(f"{log.stem}.old-{number}")
+        if not (os.path.lexists(old_root) or os.path.lexists(old_log)):
             break
     folder = _owner(root)
     with refusals_told(root):
-        checkpoint_format.rename(folder, root, aside)
+        checkpoint_format.rename(folder, root, old_root)
         folder.make(root)
         # Its epochs are no part of the fresh run's history, which forecasts are made from.
         if folder.owns(log):
-            checkpoint_format.rename(folder, log, log_aside)
-    return aside
+            checkpoint_format.rename(folder, log, old_log)
+    return old_root
 
 
 # --------------------------------------------------------------------------- reading
