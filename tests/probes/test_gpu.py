@@ -24,7 +24,7 @@ GIB = 1024**3
 
 
 def opened(nvml, **options):
-    return Gpus.open(nvml, **{"environ": {}, "clock": nvml.driver.clock, **options})
+    return Gpus.open(nvml, **{"environ": {}, "clock": nvml.clock, **options})
 
 
 # --------------------------------------------------------------------------- no GPU is an ordinary case
@@ -228,8 +228,8 @@ def test_losing_the_only_gpu_with_gpm_closes_quietly():
 def test_closing_gives_everything_back():
     nvml = one_h200()
     opened(nvml).close()
-    assert nvml.driver.sessions == 0
-    assert nvml.driver.samples == {}
+    assert nvml.sessions == 0
+    assert nvml.samples == {}
 
 
 # --------------------------------------------------------------------------- the cost of slow calls

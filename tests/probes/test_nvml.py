@@ -8,7 +8,7 @@ from fulltilt.testing import FakeClock, FakeNvml, h200, one_h200, t4
 def opened(fake):
     nvml = Nvml(fake)
     assert nvml.start() is None
-    return Gpm.open(nvml, fake.gpus[0], clock=fake.driver.clock)
+    return Gpm.open(nvml, fake.gpus[0], clock=fake.clock)
 
 
 def test_a_gpu_before_hopper_has_none():
@@ -93,6 +93,6 @@ def test_a_lost_gpu_is_raised():
 def test_closing_frees_both_buffers():
     fake = one_h200()
     gpm = opened(fake)
-    assert len(fake.driver.samples) == 2
+    assert len(fake.samples) == 2
     gpm.close()
-    assert fake.driver.samples == {}
+    assert fake.samples == {}

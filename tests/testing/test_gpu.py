@@ -4,15 +4,14 @@ import pynvml
 import pytest
 
 from fulltilt.testing import FakeClock, FakeNvml, h200, lost_gpu, no_driver, t4, two_t4s
-from fulltilt.testing.gpu import FakeDriver
 
-ANSWERS = [name for name in vars(FakeDriver) if name.startswith("nvml")]
+ANSWERS = [name for name in vars(FakeNvml) if name.startswith("nvml")]
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_answers_take_the_arguments_of_the_real_functions(name):
     real = list(inspect.signature(getattr(pynvml, name)).parameters)
-    fake = list(inspect.signature(getattr(FakeDriver, name)).parameters)
+    fake = list(inspect.signature(getattr(FakeNvml, name)).parameters)
     assert fake == ["self", *real]
 
 

@@ -7,6 +7,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import pynvml
@@ -14,11 +15,16 @@ from pynvml import NVMLError
 
 from fulltilt.testing.host import FakeClock
 
-# --------------------------------------------------------------------------- nvml
+# --------------------------------------------------------------------------- the driver
+
+# ruff: noqa: N802, N803, D102 - the names, arguments and documentation are NVIDIA's
+
+
+Value = TypeVar("Value")
 
 
 class FakeNvml:
-    """Pass it as ``Gpus.open(nvml=...)``. ``calls`` counts the calls of each function."""
+    """Pass it as ``Gpus.open(nvml=...)``. A handle is the FakeGpu itself; ``calls`` counts those of each function."""
 
     def __init__(
         self,
@@ -30,66 +36,40 @@ class FakeNvml:
         slow: Mapping[str, float] | None = None,
     ) -> None:
         """``unknown`` names functions that this driver is too old for; ``slow`` those that take seconds."""
-        self.driver = FakeDriver(tuple(gpus), clock or FakeClock(), init_error)
-        self._slow = slow or {}
-        self._unknown = frozenset(unknown)
+        self.gpus = tuple(gpus)  # in the order of the PCI bus
+        self.clock = clock or FakeClock()
         self.calls: Counter[str] = Counter()
-
-    @property
-    def gpus(self) -> tuple[FakeGpu, ...]:
-        """The GPUs in the order of the PCI bus."""
-        return self.driver.gpus
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything that is not a function comes from the real module."""
-        real = getattr(pynvml, name)
-        if not inspect.isfunction(real):
-            return real
-        signature = inspect.signature(real)
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            bound = signature.bind(*arguments, **named)
-            bound.apply_defaults()
-            self.calls[name] += 1
-            if isinstance(self.driver.clock, FakeClock):
-                self.driver.clock.advance(self._slow.get(name, 0.0))
-            return self._ask(name, bound.args)
-
-        setattr(self, name, call)
-        return call
-
-    def _ask(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        if name in self._unknown:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        if name != "nvmlInit" and not self.driver.sessions:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
-        if arguments and isinstance(arguments[0], FakeGpu):
-            self.driver.raise_if_lost(arguments[0])
-        if name in _TOLD:
-            return _known(_TOLD[name](arguments[0], self.driver.clock()))
-        return _known(getattr(self.driver, name, None))(*arguments)
-
-
-# --------------------------------------------------------------------------- driver
-
-# ruff: noqa: N802, N803, D102 - the names, arguments and documentation are NVIDIA's
-
-
-Value = TypeVar("Value")
-
-
-class FakeDriver:
-    """A driver with scripted GPUs. A handle is the FakeGpu itself."""
-
-    def __init__(self, gpus: tuple[FakeGpu, ...], clock: Callable[[], float], init_error: int | None) -> None:
-        self.gpus = gpus
-        self.clock = clock
         self.sessions = 0  # set it to 0 for what unbalanced shutdowns elsewhere in the process do
         self.samples: dict[int, tuple[FakeGpu, float] | None] = {}  # GPM buffer: what was sampled, and when
+        self._slow = slow or {}
+        self._unknown = frozenset(unknown)
         self._init_error = init_error
         self._next_address = 0x1000
 
-    def raise_if_lost(self, gpu: FakeGpu) -> None:
+    def __getattribute__(self, name: str) -> Any:
+        """Functions of NVML are answered below, all else of its module is the real one."""
+        real = getattr(pynvml, name, None)
+        if inspect.isfunction(real):
+            return partial(self._call, name, inspect.signature(real))
+        return object.__getattribute__(self, name) if real is None else real
+
+    def _call(self, name: str, signature: inspect.Signature, /, *arguments: Any, **named: Any) -> Any:
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        self.calls[name] += 1
+        if isinstance(self.clock, FakeClock):
+            self.clock.advance(self._slow.get(name, 0.0))
+        if name in self._unknown:
+            raise NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        if name != "nvmlInit" and not self.sessions:
+            raise NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
+        if bound.args and isinstance(bound.args[0], FakeGpu):
+            self._raise_if_lost(bound.args[0])
+        if name in _TOLD:
+            return _known(_TOLD[name](bound.args[0], self.clock()))
+        return _known(vars(FakeNvml).get(name))(self, *bound.args)
+
+    def _raise_if_lost(self, gpu: FakeGpu) -> None:
         """A GPU that has fallen off the bus answers nothing."""
         if gpu.lost_after_s is not None and self.clock() >= gpu.lost_after_s:
             raise NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
@@ -119,7 +99,7 @@ class FakeDriver:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
         if index >= len(self.gpus):
             raise NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        self.raise_if_lost(self.gpus[index])
+        self._raise_if_lost(self.gpus[index])
         return self.gpus[index]
 
     # ----------------------------------------------------------------------- one GPU
