@@ -14,14 +14,14 @@ from fulltilt.records import BUCKETS, Ledger
 
 @dataclass(frozen=True, slots=True)
 class Tint:
-    """How one bucket or phase is shown: its name, its colour as ``#rrggbb``, and what it stands for.
+    """How one bucket or phase is shown: its name, its colour as ``#rrggbb``, and what a bucket stands for.
 
     ``pattern`` tells a bucket from the others on a console without colours, and maybe without block characters.
     """
 
     label: str
     colour: str
-    meaning: str
+    meaning: str = ""
     pattern: str = "█"
 
     @property
@@ -53,19 +53,19 @@ BUCKET_TINTS: dict[str, Tint] = {
 }
 
 PHASE_TINTS: dict[str, Tint] = {
-    "load": Tint("load", _DATA, "reading, or waiting on storage"),
-    "preprocess": Tint("preprocess", _PREPROCESS, "CPU time: decode, augment, collate"),
-    "queue": Tint("wait for a CPU", "#80868f", "ready to run, but every CPU was taken"),
-    "wait": Tint("wait for data", _DATA, "no batch was ready"),
-    "transfer": Tint("transfer", _TRANSFER, "copies to the GPU"),
-    "forward": Tint("forward", "#5b8fe6", "forward pass and loss"),
-    "backward": Tint("backward", _COMPUTE, "backward pass"),
-    "optimizer": Tint("optimizer", _OPTIMIZER, "optimizer step"),
-    "other": Tint("other code", _HOST, "everything else in the step"),
-    "busy": Tint("kernels, gaps", _COMPUTE, "kernels and the gaps between them"),
-    "kernels": Tint("kernels", _COMPUTE, "kernels and copies running"),
-    "gaps": Tint("gaps", "#759c66", "between kernels: nothing runs"),
-    IDLE: Tint("idle", "#80868f", "nothing to do"),
+    "load": Tint("load", _DATA),
+    "preprocess": Tint("preprocess", _PREPROCESS),
+    "queue": Tint("wait for a CPU", "#80868f"),
+    "wait": Tint("wait for data", _DATA),
+    "transfer": Tint("transfer", _TRANSFER),
+    "forward": Tint("forward", "#5b8fe6"),
+    "backward": Tint("backward", _COMPUTE),
+    "optimizer": Tint("optimizer", _OPTIMIZER),
+    "other": Tint("other code", _HOST),
+    "busy": Tint("kernels, gaps", _COMPUTE),
+    "kernels": Tint("kernels", _COMPUTE),
+    "gaps": Tint("gaps", "#759c66"),
+    IDLE: Tint("idle", "#80868f"),
 }
 
 
