@@ -336,12 +336,16 @@ def _lane(name: str, lengths: list[tuple[str, float]]) -> Lane:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: a name and one cell a run. ``differs``: not all runs have the same."""
+    """One line of the table: a name and one cell a run."""
 
     name: str
     cells: tuple[str, ...]
-    differs: bool
     is_setting: bool
+
+    @property
+    def differs(self) -> bool:
+        """Whether not all runs have the same."""
+        return len(set(self.cells)) > 1
 
 
 def told_apart(runs: Sequence[Reported]) -> tuple[str, ...]:
@@ -376,7 +380,7 @@ def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:
     rows += [(name, [RUN_FIGURES[name](answer) for answer in answers]) for name in _SPEED]
     rows.append(("relative speed, after start-up", _against_first(answers)))
     told = [(name, cells) for name, cells in rows if any(cell != NOT_MEASURED for cell in cells)]
-    return tuple(Row(name, tuple(cells), len(set(cells)) > 1, name in settings) for name, cells in told)
+    return tuple(Row(name, tuple(cells), name in settings) for name, cells in told)
 
 
 def _against_first(answers: Sequence[Diagnosis]) -> list[str]:

@@ -61,12 +61,8 @@ def deep_supervision_factor(ratio: float) -> float:
 
 def accumulation_for(batch: int, fits: int) -> tuple[int, int] | None:
     """The parts and their size that keep the effective batch where only ``fits`` samples fit; None if none do."""
-    if fits >= batch:
-        return 1, batch
-    for parts in range(2, batch + 1):
-        if batch % parts == 0 and batch // parts <= fits:
-            return parts, batch // parts
-    return None
+    equal = ((parts, batch // parts) for parts in range(1, batch + 1) if batch % parts == 0)
+    return next(((parts, size) for parts, size in equal if size <= fits), None)
 
 
 def looks_deeply_supervised(command: tuple[str, ...]) -> bool:

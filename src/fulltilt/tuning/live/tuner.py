@@ -78,29 +78,35 @@ class LoaderTuner:
 
     def __init__(self, live: Live, tap: LoaderTap) -> None:
         self.tap = tap
-        self.record = LiveRecord(tap.loader_id, "watching", WATCHED, Settings(), Settings())
-        self.user = self.in_force = Knobs(0)
-        self.phase = Phase.WATCHING
         self.drawn = 0  # batches, over all passes
         self._live = live
         self._limits = live.limits
         self._window = Window(live.limits)
-        self._seen: tuple[Seen, ...] = ()
-        self._tried: Seen | None = None  # what a trial gave, until the settings in force are measured again
-        self._failed: tuple[Knobs, ...] = ()
-        self._untold: tuple[Knobs, ...] = ()  # tried once, and it could not be told whether they pay
-        self._wanted = self.user
-        self._check: BatchCheck | None = None
-        self._left_alone = self._is_known = self._is_checked = self._is_trying = False
+        self._left_alone = self._is_known = False
         self._reported, self._batches_per_s, self._key = 0, 0.0, ""
-        self._agreed: Report | None = None
         self._look_at_s = 0.0
         self._loader: Callable[[], Any] = lambda: None
         self._source: Callable[[], SwitchingIterator | None] = lambda: None
         self._persistent: SwitchingIterator | None = None  # keeps the source of a loader whose workers persist
-        self._persists = False
         self._seed_state = torch.Generator().get_state()
         self._seed = self._made = 0
+        self._begin_anew(Knobs(0), persists=False)
+
+    def _begin_anew(self, user: Knobs, persists: bool, cost_s: float = 0.0) -> None:
+        """With a loader of which nothing is known but the script's own settings."""
+        self.user = self.in_force = self._wanted = user
+        self._persists = persists
+        self.phase = Phase.WATCHING
+        self._check: BatchCheck | None = None
+        self._is_checked = self._is_trying = False
+        self._agreed: Report | None = None
+        self._seen: tuple[Seen, ...] = ()
+        self._tried: Seen | None = None  # what a trial gave, until the settings in force are measured again
+        self._failed: tuple[Knobs, ...] = ()
+        self._untold: tuple[Knobs, ...] = ()  # tried once, and it could not be told whether they pay
+        own = self._settings(user)
+        self.record = LiveRecord(self.tap.loader_id, "watching", WATCHED, own, own, cost_s=cost_s)
+        self._window.begin(user, self._limits.warm_up_batches)
 
     # ------------------------------------------------------------------ passes
 
@@ -135,19 +141,13 @@ class LoaderTuner:
         self._source, self._persistent = (lambda: None), None
         self._loader = weakref.ref(loader)
         weakref.finalize(loader, self._forget, self._loader)
-        self.user, self._persists = user, persists
         if self._left_alone:
-            self.in_force = user
+            self.user = self.in_force = user
+            self._persists = persists
         elif not same:
             self._is_known = True
-            self.in_force = user
-            self.phase, self._check, self._agreed = Phase.WATCHING, None, None
-            self._is_checked = self._is_trying = False
-            self._seen, self._tried, self._failed, self._untold = (), None, (), ()
-            own, cost_s = self._settings(user), self.record.cost_s
-            self.record = LiveRecord(self.tap.loader_id, "watching", WATCHED, own, own, cost_s=cost_s)
+            self._begin_anew(user, persists, self.record.cost_s)
             self._note_in_force()
-            self._window.begin(user, self._limits.warm_up_batches)
             if (reason := reason_against(loader)) is not None:
                 self.leave_alone(reason)
 
