@@ -72,7 +72,7 @@ class BatchCheck:
         self._serial = serial
         self._wanted: list[tuple[Any, bytes]] = []
         self._is_random = False
-        self._before: tuple[Any, ...] = ()
+        self._before: tuple[list[bytes], dict[tuple[int, str], int]] | None = None
         self._state: bytes | None = None
 
     @property
@@ -99,9 +99,9 @@ class BatchCheck:
 
     def fetched(self, indices: Any, batch: Any) -> None:
         """It was made: keep what tells it from any other, since training may change the batch itself."""
-        if self._before:
+        if self._before is not None:
             generators, positions = self._before
-            drawn = [one != other for one, other in zip(generators, generators_now(), strict=True)]
+            drawn = [one != other for one, other in zip(generators, generators_now(), strict=False)]
             self._is_random = self._is_random or any(drawn)
             self.draws_from_torch = self.draws_from_torch or drawn[0]
             now = file_positions()
@@ -295,28 +295,32 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def generators_now() -> tuple[Any, ...]:
-    """The state of the random generators that all code of this process shares."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = pickle.dumps(numpy.random.get_state()) if numpy is not None else b""
-    return bytes(torch.get_rng_state().tolist()), random.getstate(), of_numpy
+def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How to get and to set the state of the random generators that all code of this process shares; torch's first."""
+    of_numpy = getattr(sys.modules.get("numpy"), "random", None)
+    return [
+        (torch.get_rng_state, torch.set_rng_state),
+        (random.getstate, random.setstate),
+        *([] if of_numpy is None else [(of_numpy.get_state, of_numpy.set_state)]),
+    ]
+
+
+def generators_now() -> list[bytes]:
+    """Where those generators stand."""
+    states = (get() for get, _ in _generators())
+    return [bytes(state.tolist()) if isinstance(state, torch.Tensor) else pickle.dumps(state) for state in states]
 
 
 @contextlib.contextmanager
 def kept_generators(own: torch.Generator | None) -> Iterator[None]:
     """Put those generators, and the loader's ``own``, back to where they stood."""
-    numpy = sys.modules.get("numpy")
-    kept, of_python, of_own = torch.get_rng_state(), random.getstate(), own.get_state() if own is not None else None
-    of_numpy = numpy.random.get_state() if numpy is not None else None
+    generators = [*_generators(), *([] if own is None else [(own.get_state, own.set_state)])]
+    kept = [(put_back, get()) for get, put_back in generators]
     try:
         yield
     finally:
-        torch.set_rng_state(kept)
-        random.setstate(of_python)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
-        if own is not None and of_own is not None:
-            own.set_state(of_own)
+        for put_back, state in kept:
+            put_back(state)
 
 
 # Of the system's, and where JIT compilers (oneDNN's) note their code for `perf`.
