@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
 
 from fulltilt.recorder.attribution import SpanBuilder, Usual, attribute
 from fulltilt.recorder.intervals import Interval
-from fulltilt.recorder.marks import Activity, ActivityTimes
+from fulltilt.recorder.marks import Activity, ActivityTimes, Totals
 from fulltilt.recorder.rank_state import RankState
 
 S = 1_000_000_000
-FORWARD = {Activity.USER: {"torch": 1.0}}
+FORWARD = {Activity.USER: Totals(torch=1.0)}
 
 
 class StackSampler(SimpleNamespace):
     """The training thread was always seen in torch."""
 
-    backward: ClassVar[dict[str, float]] = {}
+    backward_held_up = 0.0
 
     def split(self) -> dict:
         return FORWARD
@@ -30,7 +29,7 @@ class StackSampler(SimpleNamespace):
 
 
 def step(at_s: float, busy_s: float, starved_s: float) -> Interval:
-    times = ActivityTimes({"busy": busy_s * S, "starved": starved_s * S})
+    times = ActivityTimes(Totals({"busy": busy_s * S, "starved": starved_s * S}))
     took_ns = (busy_s + starved_s) * S
     return Interval(at_s * S, at_s * S + took_ns, 1, 0, 1, 32, 0, times, took_ns, 0.0, gpu=True)
 
@@ -58,8 +57,8 @@ def test_what_the_host_does_for_long_at_rest_costs_what_the_queue_did_not_cover(
     for number in range(20):
         attribute(step(0.1 * number, 0.004, 0.001), FORWARD, usual)
     # 100 steps of 4 ms in which the host was away for 0.5 s: the GPU had work for 0.4 s of the 0.6 s.
-    times = ActivityTimes({"rest": 0.1 * S, "long_user": 0.5 * S})
-    rested = Interval(2 * S, 2.6 * S, 100, times=times, gpu=True, at_rest_ns={"user": 0.5 * S}, rested_steps=100)
+    times = ActivityTimes(Totals({"rest": 0.1 * S, "long_user": 0.5 * S}))
+    rested = Interval(2 * S, 2.6 * S, 100, times=times, gpu=True, at_rest_ns=Totals(user=0.5 * S), rested_steps=100)
     buckets = attribute(rested, FORWARD, usual).buckets
     assert buckets.compute_s == pytest.approx(0.4)
     assert buckets.total_s == pytest.approx(0.6)
@@ -69,18 +68,18 @@ def test_what_measuring_closely_took_is_no_part_of_the_time_at_rest() -> None:
     usual = Usual()
     for number in range(20):
         measured = step(0.1 * number, 0.004, 0.001)
-        measured.times.put("observer", 0.02 * S)
+        measured.times.by_label["observer"] += 0.02 * S
         attribute(measured, FORWARD, usual)
-    rested = Interval(2 * S, 2.5 * S, 100, times=ActivityTimes({"rest": 0.5 * S}), gpu=True, rested_steps=100)
+    rested = Interval(2 * S, 2.5 * S, 100, times=ActivityTimes(Totals({"rest": 0.5 * S})), gpu=True, rested_steps=100)
     buckets = attribute(rested, FORWARD, usual).buckets
     assert buckets.compute_s == pytest.approx(0.4)
     assert buckets.unattributed_s == 0.0
 
 
 def test_a_generators_time_is_loading_in_the_picture_of_a_step() -> None:
-    times = ActivityTimes({"user": 1.0 * S}, {"user": 1.0 * S}, {Activity.OPTIMIZER: 1.0 * S})
+    times = ActivityTimes(Totals(user=1.0 * S), Totals(user=1.0 * S), Totals({Activity.OPTIMIZER: 1.0 * S}))
     made = Interval(0, S, 1, 0, 1, 32, 0, times, S, 0.0)
-    seen = {Activity.OPTIMIZER: {"torch": 1.0, "data_wait": 6.0, "host": 3.0}}
+    seen = {Activity.OPTIMIZER: Totals(torch=1.0, data_wait=6.0, host=3.0)}
     attributed = attribute(made, seen, Usual())
     assert attributed.phases is not None
     assert attributed.phases.load_s == pytest.approx(0.6)
@@ -90,9 +89,9 @@ def test_a_generators_time_is_loading_in_the_picture_of_a_step() -> None:
 
 def test_a_forward_pass_too_short_for_any_sample_is_compute_and_not_what_was_seen_elsewhere() -> None:
     times = ActivityTimes(
-        {"user": 0.011 * S, "backward": 0.002 * S},
-        user_after={Activity.DATA_WAIT: 0.001 * S, Activity.OPTIMIZER: 0.01 * S},
+        Totals(user=0.011 * S, backward=0.002 * S),
+        user_after=Totals({Activity.DATA_WAIT: 0.001 * S, Activity.OPTIMIZER: 0.01 * S}),
     )
     interval = Interval(0, 0.013 * S, 1, 0, 1, 32, 0, times, 0.013 * S, 0.0, gpu=False)
-    buckets = attribute(interval, {Activity.OPTIMIZER: {"host": 1.0}}, Usual()).buckets
+    buckets = attribute(interval, {Activity.OPTIMIZER: Totals(host=1.0)}, Usual()).buckets
     assert (buckets.host_code_s, buckets.compute_s) == pytest.approx((0.01, 0.003))

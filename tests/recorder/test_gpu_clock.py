@@ -73,7 +73,7 @@ def test_a_long_stretch_at_rest_costs_what_the_queue_does_not_cover() -> None:
     gpu.held = [(1e6, 50e6, "user"), (50e6, 100e6, "rest")]
     times = ActivityTimes()
     gpu.advance(100e6, 100e6, Point.STEP, times)
-    assert times.by_label == {"long_user": 44e6, "rest": 50e6}
+    assert {label: ns for label, ns in times.by_label.items() if ns} == {"long_user": 44e6, "rest": 50e6}
 
 
 @pytest.mark.parametrize("before", [Point.BATCH, Point.STEP], ids=["from a loader", "in a loop without one"])
@@ -82,7 +82,7 @@ def test_a_blocking_copy_is_no_work_of_the_gpu(before: Point) -> None:
     gpu.held = [(0.0, 6e6, "transfer")]
     times = ActivityTimes()
     gpu.advance(6e6, 6e6, Point.TRANSFER, times)
-    assert times.by_label == {"transfer": 6e6}
+    assert {label: ns for label, ns in times.by_label.items() if ns} == {"transfer": 6e6}
 
 
 # --------------------------------------------------------------------------- the clock itself

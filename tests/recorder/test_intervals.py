@@ -26,6 +26,7 @@ from fulltilt.recorder.marks import (
     PassEnded,
     Point,
     Rested,
+    Totals,
     WaitBegan,
 )
 from fulltilt.recorder.steps import Rest, RestPlan
@@ -282,7 +283,7 @@ def test_what_follows_the_last_step_is_an_interval_of_its_own() -> None:
     assert loop.steps == 150
 
 
-TORCH = {Activity.USER: {"torch": 1.0}}
+TORCH = {Activity.USER: Totals({"torch": 1.0})}
 
 
 def divided(intervals: list[Interval], seen: Seen) -> dict[str, float]:
@@ -296,7 +297,7 @@ def divided(intervals: list[Interval], seen: Seen) -> dict[str, float]:
 
 
 def test_what_a_step_waits_for_other_ranks_is_communication() -> None:
-    times = ActivityTimes({"backward": 8e9, "optimizer": 1e9, "data_wait": 1e9})
+    times = ActivityTimes(Totals({"backward": 8e9, "optimizer": 1e9, "data_wait": 1e9}))
     for waited in (3.0, 30.0):
         interval = Interval(0.0, 10e9, steps=2, times=times, step_max_ns=5e9)
         buckets = attribute(interval, TORCH, Usual(), exposed_communication_s=waited / 2).buckets
@@ -305,9 +306,9 @@ def test_what_a_step_waits_for_other_ranks_is_communication() -> None:
 
 
 def test_what_hooks_take_inside_backward_is_host_code() -> None:
-    times = ActivityTimes({"backward": 8e9, "optimizer": 1e9, "user": 1e9})
+    times = ActivityTimes(Totals({"backward": 8e9, "optimizer": 1e9, "user": 1e9}))
     interval = Interval(0.0, 10e9, 1, 0, 1, 8, 0, times, 10e9, 0.0, gpu=False)
-    buckets = attribute(interval, TORCH, Usual(), in_backward={"host": 3.0, "torch": 1.0}).buckets
+    buckets = attribute(interval, TORCH, Usual(), held_up=0.75).buckets
     assert (buckets.host_code_s, buckets.compute_s) == (pytest.approx(6.0), pytest.approx(4.0))
     assert attribute(interval, TORCH, Usual()).buckets.compute_s == pytest.approx(10.0)
 
@@ -360,7 +361,7 @@ def test_a_rare_long_step_is_not_taken_for_the_usual_one() -> None:
         rest(loop, 100, wait=0, other=1)
         rest(loop, 1, wait=0, other=50, apart=Activity.USER)  # and again while it rests
     assert closes(loop.finish())
-    found = divided(loop.intervals, {Activity.DATA_WAIT: {"host": 1.0}, Activity.REST: {"host": 1.0}})
+    found = divided(loop.intervals, {Activity.DATA_WAIT: Totals({"host": 1.0}), Activity.REST: Totals({"host": 1.0})})
     assert found["host_code_s"] == pytest.approx(8 * 0.05, rel=0.02)
 
 
@@ -444,7 +445,11 @@ def test_what_is_too_long_for_launching_counts_by_its_own_samples(kind: str, buc
             gpu_step(loop, wait=0, queue=1, work=4)
     assert closes(loop.finish())
     # Nearly all samples saw launching, which the GPU never waits for: of 80 ms it has work for 40.
-    seen = {Activity.USER: {"torch": 1.0}, Activity.OPTIMIZER: {"torch": 9.0}, Activity.LONG_USER: {kind: 0.1}}
+    seen = {
+        Activity.USER: Totals({"torch": 1.0}),
+        Activity.OPTIMIZER: Totals({"torch": 9.0}),
+        Activity.LONG_USER: Totals({kind: 0.1}),
+    }
     told = divided(loop.intervals, seen)
     assert told[bucket] / sum(told.values()) == pytest.approx(0.5, abs=0.03)
 
@@ -528,7 +533,7 @@ def test_time_that_samples_miss_counts_by_what_it_came_after() -> None:
         loop.step(1)
         loop.spend(5)  # asleep
     loop.finish()
-    seen = {Activity.DATA_WAIT: {"torch": 1.0}, Activity.OPTIMIZER: {"host": 300.0}}
+    seen = {Activity.DATA_WAIT: Totals({"torch": 1.0}), Activity.OPTIMIZER: Totals({"host": 300.0})}
     buckets = [attribute(interval, seen, Usual()).buckets for interval in loop.intervals[1:-1]]
     host_s, all_s = sum(one.host_code_s for one in buckets), sum(one.total_s for one in buckets)
     assert host_s / all_s == pytest.approx(5 / 9, abs=0.01)

@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 from fulltilt.recorder.intervals import Interval
-from fulltilt.recorder.marks import Activity
+from fulltilt.recorder.marks import Activity, Totals
 from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.stacks.stack_sampler import StackSampler
 from fulltilt.recorder.steps import LONG_STEP_NS
 from fulltilt.records import BUCKETS, Buckets, Phases, Span
 
 NS = 1e-9
-NOTHING: Mapping[str, float] = MappingProxyType({})
 # The weights of the stack samples of the user's own time: by what that came after, and by kind.
-Seen = Mapping[Activity, Mapping[str, float]]
+Seen = Mapping[Activity, Totals[str]]
 
 # What a stack sample of the user's own time can say, and the bucket that it stands for.
 BUCKET_OF_KIND = {
@@ -53,7 +51,7 @@ class Attributed:
 class Usual:
     """How measured time has divided lately, with the share of launching in it."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: Totals[str] = field(default_factory=Totals)
     steps: float = 0.0
 
     def learn(self, interval: Interval, measured: Attributed) -> None:
@@ -61,25 +59,28 @@ class Usual:
         took_long = interval.step_max_ns > LONG_STEP_NS or "user" in interval.at_rest_ns
         if took_long and not interval.gpu:
             return
-        waits_s = (interval.long_waits_ns + interval.at_rest_ns.get("data_wait", 0.0)) * NS
-        observer_s = interval.times.by_label.get("observer", 0.0) * NS  # measuring more closely than usual: not at rest
+        waits_s = (interval.long_waits_ns + interval.at_rest_ns["data_wait"]) * NS
+        observer_s = interval.times.by_label["observer"] * NS  # measuring more closely than usual: not at rest
         long = measured.long.plus(Buckets(data_wait_s=waits_s, unattributed_s=observer_s))
         now = {name: max(0.0, getattr(measured.buckets, name) - getattr(long, name)) for name in ORDINARY}
         for name, seconds in (*now.items(), ("launch_s", measured.launch_s)):
-            self.seconds[name] = FORGET * self.seconds.get(name, 0.0) + seconds
+            self.seconds[name] = FORGET * self.seconds[name] + seconds
         self.steps = FORGET * self.steps + interval.steps - interval.rested_steps
 
     @property
     def launch_share(self) -> float:
         """How much of that time the GPU waits for kernels to be launched."""
-        return self.seconds.get("launch_s", 0.0) / (sum(self.seconds.get(name, 0.0) for name in ORDINARY) or 1.0)
+        return self.seconds["launch_s"] / (self._total_s or 1.0)
 
-    def divide(self, rest_s: float) -> Mapping[str, float]:
+    @property
+    def _total_s(self) -> float:
+        return sum(self.seconds[name] for name in ORDINARY)
+
+    def divide(self, rest_s: float) -> Totals[str]:
         """``rest_s`` by bucket, and how much of it was launching (``launch_s``, a part of host_code_s)."""
-        total = sum(self.seconds.get(name, 0.0) for name in ORDINARY)
-        if not total:
-            return {"unattributed_s": rest_s}
-        return {name: rest_s * seconds / total for name, seconds in self.seconds.items()}
+        if not self._total_s:
+            return Totals(unattributed_s=rest_s)
+        return Totals({name: rest_s * seconds / self._total_s for name, seconds in self.seconds.items()})
 
 
 def attribute(
@@ -87,20 +88,19 @@ def attribute(
     seen: Seen,
     usual: Usual,
     exposed_communication_s: float = 0.0,
-    in_backward: Mapping[str, float] = NOTHING,
+    held_up: float = 0.0,
 ) -> Attributed:
     """Split an interval. ``seen`` holds the weights of the stack samples; empty means nothing was seen.
 
     Time at rest is divided as in ``usual``, which learns from what was measured. ``exposed_communication_s`` is what a
-    step waits for the exchange of gradients inside backward. ``in_backward``: how much of that is code of the user's.
+    step waits for the exchange of gradients inside backward. ``held_up``: the share of code of the user's in backward.
     """
-    rest_s = interval.times.by_label.get("rest", 0.0) * NS
+    rest_s = interval.times.by_label["rest"] * NS
     all_s = sum(interval.times.by_label.values()) * NS
     split = _split(seen, interval.times.user_after)
     if interval.gpu:
-        measured = _attribute_gpu(interval, split, seen.get(Activity.LONG_USER, NOTHING))
+        measured = _attribute_gpu(interval, split, seen.get(Activity.LONG_USER, Totals()))
     else:
-        held_up = in_backward.get("host", 0.0) / (sum(in_backward.values()) or 1.0)
         measured = _attribute_cpu(interval, split, held_up)
     # What backward waited for the exchange of gradients was booked as compute.
     exchange_s = exposed_communication_s * interval.steps * (1 - rest_s / all_s if all_s else 1.0)
@@ -112,15 +112,13 @@ def attribute(
     if not rest_s:
         return measured
     rest = usual.divide(rest_s)
-    buckets = Buckets(**{name: getattr(measured.buckets, name) + rest.get(name, 0.0) for name in BUCKETS})
+    buckets = Buckets(**{name: getattr(measured.buckets, name) + rest[name] for name in BUCKETS})
     if interval.gpu and usual.steps:
         # What the host did for long at rest cost the GPU less, where it had that much to work through meanwhile.
         queue_s = usual.seconds["compute_s"] / usual.steps * interval.rested_steps - rest["compute_s"]
-        hidden_s = min(max(queue_s, 0.0), interval.at_rest_ns.get("user", 0.0) * NS, buckets.host_code_s)
+        hidden_s = min(max(queue_s, 0.0), interval.at_rest_ns["user"] * NS, buckets.host_code_s)
         buckets = buckets.plus(Buckets(compute_s=hidden_s, host_code_s=-hidden_s))
-    return Attributed(
-        buckets, _stretched(measured.phases, interval, rest_s), measured.launch_s + rest.get("launch_s", 0.0)
-    )
+    return Attributed(buckets, _stretched(measured.phases, interval, rest_s), measured.launch_s + rest["launch_s"])
 
 
 def _stretched(phases: Phases | None, interval: Interval, rest_s: float) -> Phases | None:
@@ -128,52 +126,52 @@ def _stretched(phases: Phases | None, interval: Interval, rest_s: float) -> Phas
     if phases is None:
         return None
     # What was booked at rest stands for itself alone.
-    booked = {label: ns * NS for label, ns in interval.at_rest_ns.items()}
-    itself = {"load_s": booked.get("data_wait", 0.0), "other_s": min(booked.get("user", 0.0), phases.other_s)}
-    if phases.gpu_idle_s is not None:
-        itself["gpu_idle_s"] = min(sum(booked.values()), phases.gpu_idle_s)
-    measured_s = (interval.t1_ns - interval.t0_ns) * NS - rest_s - sum(booked.values())
+    waited_s, worked_s = interval.at_rest_ns["data_wait"] * NS, interval.at_rest_ns["user"] * NS
+    booked_s = sum(interval.at_rest_ns.values()) * NS
+    itself: Totals[str] = Totals(load_s=waited_s, other_s=min(worked_s, phases.other_s))
+    itself["gpu_idle_s"] = min(booked_s, phases.gpu_idle_s or 0.0)
+    measured_s = (interval.t1_ns - interval.t0_ns) * NS - rest_s - booked_s
     # A piece of a step (what lies around a rest) does not divide as a step does.
     if measured_s <= 0 or measured_s * interval.steps < measured_s + rest_s:
         return None
     factor = 1 + rest_s / measured_s
     stretched: dict[str, Any] = {}
     for item in fields(Phases):
-        value, apart_s = getattr(phases, item.name), itself.get(item.name, 0.0)
+        value, apart_s = getattr(phases, item.name), itself[item.name]
         stretched[item.name] = None if value is None else (value - apart_s) * factor + apart_s
     return Phases(**stretched)
 
 
-def _split(seen: Seen, user_after: Mapping[Activity, float]) -> dict[str, float]:
+def _split(seen: Seen, user_after: Mapping[Activity, float]) -> Totals[str]:
     """How the user's own time divides. How much of it came after what is measured; only the rest is left to samples.
 
     A sample that comes late, because the interpreter lock was held, is lost from a short stretch before another
     activity, but its time is not.
     """
-    everywhere: dict[str, float] = {}
+    split: Totals[str] = Totals()
+    everywhere: Totals[str] = Totals()
     for after, kinds in seen.items():
         for kind, weight in kinds.items() if after is not Activity.LONG_USER else ():
-            everywhere[kind] = everywhere.get(kind, 0.0) + weight
+            everywhere[kind] += weight
     if not sum(everywhere.values()):
-        return {}
+        return split
     known = {after: ns for after, ns in user_after.items() if ns > 0} or {Activity.USER: 1.0}
-    split: dict[str, float] = {}
     for after, ns in known.items():
-        kinds = seen.get(after, {})
+        kinds = seen.get(after, Totals[str]())
         if not sum(kinds.values()):
             # A forward pass of a millisecond lets go of the interpreter lock when it has ended: no sample meets it.
-            kinds = {"torch": 1.0} if after is Activity.DATA_WAIT else everywhere
+            kinds = Totals(torch=1.0) if after is Activity.DATA_WAIT else everywhere
         scale = ns / sum(known.values()) / sum(kinds.values())
         for kind, weight in kinds.items():
-            split[kind] = split.get(kind, 0.0) + scale * weight
+            split[kind] += scale * weight
     return split
 
 
-def _attribute_cpu(interval: Interval, split: Mapping[str, float], held_up: float) -> Attributed:
+def _attribute_cpu(interval: Interval, split: Totals[str], held_up: float) -> Attributed:
     ns = interval.times.by_label
-    user, backward = ns.get("user", 0.0), ns.get("backward", 0.0)
+    user, backward = ns["user"], ns["backward"]
     out = _common(ns)
-    out["compute_s"] += backward * (1 - held_up) + ns.get("optimizer", 0.0)
+    out["compute_s"] += backward * (1 - held_up) + ns["optimizer"]
     out["host_code_s"] += backward * held_up
     for kind, share in split.items():
         out[_bucket_of(kind, interval)] += user * share
@@ -182,27 +180,25 @@ def _attribute_cpu(interval: Interval, split: Mapping[str, float], held_up: floa
     return Attributed(_in_seconds(out), _phases(interval, split), launch_s=0.0)
 
 
-def _attribute_gpu(interval: Interval, split: Mapping[str, float], seen_long: Mapping[str, float]) -> Attributed:
+def _attribute_gpu(interval: Interval, split: Totals[str], seen_long: Totals[str]) -> Attributed:
     ns = interval.times.by_label
     out = _common(ns)
     long = dict.fromkeys(BUCKETS, 0.0)
     if not sum(seen_long.values()):
-        seen_long = {"host": 1.0}
+        seen_long = Totals(host=1.0)
     for kind, weight in seen_long.items():
-        long[_bucket_of(kind, interval)] += ns.get("long_user", 0.0) * weight / sum(seen_long.values())
+        long[_bucket_of(kind, interval)] += ns["long_user"] * weight / sum(seen_long.values())
     out = {name: out[name] + long[name] for name in BUCKETS}
-    out["compute_s"] += ns.get("busy", 0.0)
+    out["compute_s"] += ns["busy"]
     # Time booked before the first event (there was no GPU clock yet) is host time.
-    out["compute_s"] += (
-        ns.get("backward", 0.0) + ns.get("optimizer", 0.0) + ns.get("user", 0.0) * split.get("torch", 0.0)
-    )
-    user_overlap = interval.times.phases.get("starved_user", 0.0)
-    launch = ns.get("starved", 0.0)
+    out["compute_s"] += ns["backward"] + ns["optimizer"] + ns["user"] * split["torch"]
+    user_overlap = interval.times.phases["starved_user"]
+    launch = ns["starved"]
     for kind, share in split.items():
         if kind == "torch":
             continue
         booked = min(launch, user_overlap * share)
-        out[_bucket_of(kind, interval)] += booked + ns.get("user", 0.0) * share
+        out[_bucket_of(kind, interval)] += booked + ns["user"] * share
         launch -= booked
     # Where the host has waited for the GPU it has lost its lead: what it did next, the GPU had to wait for. A step
     # takes what the host does plus what it is blocked; unblocked it would take the longer of host and GPU. So the wait
@@ -216,7 +212,7 @@ def _attribute_gpu(interval: Interval, split: Mapping[str, float], seen_long: Ma
         sync += taken
     out["sync_s"] += sync
     if not split:
-        out["unattributed_s"] += launch + ns.get("user", 0.0)
+        out["unattributed_s"] += launch + ns["user"]
         launch = 0.0
     out["host_code_s"] += launch
     return Attributed(_in_seconds(out), _phases(interval, split), launch * NS, _in_seconds(long))
@@ -227,9 +223,9 @@ def _bucket_of(kind: str, interval: Interval) -> str:
     return "startup_s" if kind == "epoch_turnover" and not interval.steps else BUCKET_OF_KIND[kind]
 
 
-def _common(ns: Mapping[str, float]) -> dict[str, float]:
-    out = {name: ns.get(name.removesuffix("_s"), 0.0) for name in BUCKETS}
-    out["unattributed_s"] = ns.get("observer", 0.0)
+def _common(ns: Totals[str]) -> dict[str, float]:
+    out = {name: ns[name.removesuffix("_s")] for name in BUCKETS}
+    out["unattributed_s"] = ns["observer"]
     return out
 
 
@@ -237,19 +233,19 @@ def _in_seconds(out: Mapping[str, float]) -> Buckets:
     return Buckets(**{name: ns * NS for name, ns in out.items()})
 
 
-def _phases(interval: Interval, split: Mapping[str, float]) -> Phases:
+def _phases(interval: Interval, split: Totals[str]) -> Phases:
     phase, spent = interval.times.phases, interval.times.by_label
-    user = phase.get("user", 0.0)
-    forward, waited = user * split.get("torch", 0.0), user * split.get("data_wait", 0.0)
-    busy = spent.get("busy", 0.0)
-    idle = max(0.0, interval.t1_ns - interval.t0_ns - busy - spent.get("rest", 0.0))
+    user = phase["user"]
+    forward, waited = user * split["torch"], user * split["data_wait"]
+    busy = spent["busy"]
+    idle = max(0.0, interval.t1_ns - interval.t0_ns - busy - spent["rest"])
     return Phases(
-        load_s=(phase.get("data_wait", 0.0) + waited) * NS,
-        transfer_s=phase.get("transfer", 0.0) * NS,
+        load_s=(phase["data_wait"] + waited) * NS,
+        transfer_s=phase["transfer"] * NS,
         forward_s=forward * NS,
-        backward_s=phase.get("backward", 0.0) * NS,
-        optimizer_s=phase.get("optimizer", 0.0) * NS,
-        other_s=(phase.get("other", 0.0) + user - forward - waited) * NS,
+        backward_s=phase["backward"] * NS,
+        optimizer_s=phase["optimizer"] * NS,
+        other_s=(phase["other"] + user - forward - waited) * NS,
         gpu_busy_s=busy * NS if interval.gpu else None,
         gpu_idle_s=idle * NS if interval.gpu else None,
     )
@@ -340,10 +336,10 @@ class SpanBuilder:
         """Make spans of these intervals, which are taken out of the list."""
         if not intervals:
             return
-        state, seen, in_backward = self._state, self._sampler.split(), self._sampler.backward
+        state, seen, held_up = self._state, self._sampler.split(), self._sampler.backward_held_up
         exposed_s = state.exposed_communication_s()
         for interval in intervals:
-            attributed = attribute(interval, seen, self._usual, exposed_s, in_backward)
+            attributed = attribute(interval, seen, self._usual, exposed_s, held_up)
             busy_s = attributed.buckets.compute_s if interval.gpu and interval.steps else 0.0
             state.launch_s += attributed.launch_s
             state.gpu_busy_s += busy_s
@@ -378,8 +374,8 @@ class SpanBuilder:
 
     def under_way(self, interval: Interval, steps: int) -> Span:
         """The step under way, behind ``steps`` others: all that is known of it if the job is killed."""
-        seen, in_backward = self._sampler.split(under_way=True), self._sampler.backward
-        buckets = attribute(interval, seen, Usual(), 0.0, in_backward).buckets
+        seen, held_up = self._sampler.split(under_way=True), self._sampler.backward_held_up
+        buckets = attribute(interval, seen, Usual(), 0.0, held_up).buckets
         t0_s, t1_s = (interval.t0_ns - self._t0_ns) * NS, (interval.t1_ns - self._t0_ns) * NS
         return Span(t0_s, t1_s, steps, 0, 0, None, buckets, interval.epoch)
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import Any
 
-from fulltilt.recorder.marks import ActivityTimes, Point
+from fulltilt.recorder.marks import ActivityTimes, Point, Totals
 
 # Both clocks are compared this often, in so little time; crystals differ by some ten microseconds in a second.
 COMPARE_EVERY_NS, COMPARED_WITHIN_NS, ASK_FOR_NS = 1e9, 60_000, 500_000
@@ -171,10 +171,10 @@ class GpuTime:
         dry_until = min(host_ns, end)
         starved = max(0.0, dry_until - begin)
         if point is Point.DELAY:
-            times.put("observer", span)
+            times.by_label["observer"] += span
             return
         if point is Point.SYNCED:
-            times.put("busy", span)
+            times.by_label["busy"] += span
             self._partial_ns += span
             self._doubtful_ns += starved
             return
@@ -183,7 +183,7 @@ class GpuTime:
         self._partial_ns = self._doubtful_ns = 0.0
         if any(label == "validation" for *_, label in held):
             idle = _book_behind_validation(begin, dry_until, held, times)
-            times.put("validation", span - idle)
+            times.by_label["validation"] += span - idle
             return
         if any(label == "rest" for *_, label in held):
             left = span
@@ -192,15 +192,15 @@ class GpuTime:
                     # A long stretch of the host's own cost the GPU what its queue did not cover.
                     own = label in ("user", "long_user")
                     booked = min(left, max(0.0, ended - began - lag * own))
-                    times.put("long_user" if own else label, booked)
+                    times.by_label["long_user" if own else label] += booked
                     left -= booked
-            times.put("rest", left)
+            times.by_label["rest"] += left
             return
         if not doubtful or (partial and doubtful <= DOUBT * (partial + span)):
             self._learn(kind, partial + span - doubtful / 2)
         expected = self._busy_ns.get(kind, 0.0 if kind in NO_WORK else None)
         idle = 0.0 if expected is None else min(max(0.0, span - expected), starved)
-        times.put("transfer" if kind in COPIES else "busy", span - idle)
+        times.by_label["transfer" if kind in COPIES else "busy"] += span - idle
         if idle:
             _book_idle(idle, begin, dry_until, held, times)
 
@@ -218,7 +218,7 @@ class GpuTime:
     def drain(self, host_ns: float, times: ActivityTimes) -> None:
         """The job is over and the queue empty: what the host did since the last event is what remained."""
         for began, ended, label in self.held:
-            times.put(label, max(0.0, ended - max(began, self.position_ns)))
+            times.by_label[label] += max(0.0, ended - max(began, self.position_ns))
         self.held.clear()
         self.position_ns = max(host_ns, self.position_ns)
 
@@ -234,17 +234,17 @@ def _book_behind_validation(begin: float, end: float, held: list[Held], times: A
 
 
 def _book_idle(idle: float, begin: float, end: float, held: list[Held], times: ActivityTimes) -> None:
-    quiet: dict[str, float] = {}
+    quiet: Totals[str] = Totals()
     user = 0.0
     for began, ended, label in held:
         overlap = max(0.0, min(ended, end) - max(began, begin))
         if label == "user":
             user += overlap
         elif label not in QUEUES_KERNELS and overlap:
-            quiet[label] = quiet.get(label, 0.0) + overlap
+            quiet[label] += overlap
     total = sum(quiet.values())
     booked = min(idle, total)
     for label, overlap in quiet.items():
-        times.put(label, booked * overlap / total)
-    times.put("starved", idle - booked)
-    times.phase("starved_user", user)
+        times.by_label[label] += booked * overlap / total
+    times.by_label["starved"] += idle - booked
+    times.phases["starved_user"] += user

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fulltilt.recorder import marks
 from fulltilt.recorder.gpu_clock import GpuTime
-from fulltilt.recorder.marks import LABEL, PHASE, Activity, ActivityTimes, Mark
+from fulltilt.recorder.marks import LABEL, PHASE, Activity, ActivityTimes, Mark, Totals
 from fulltilt.recorder.steps import LONG_STEP_ON_GPU_NS, LONG_WAIT_NS, StepCounter
 
 ONE_BY_ONE = 100
@@ -45,7 +45,7 @@ class Interval:
     gpu: bool = False
     # Measured waits for data that would be booked even at rest, and by label what was booked at rest.
     long_waits_ns: float = 0.0
-    at_rest_ns: dict[str, float] = field(default_factory=dict)
+    at_rest_ns: Totals[str] = field(default_factory=Totals)
     rested_steps: int = 0  # of its steps, those that were only counted
 
     def count(self, batches: int, samples: int | None) -> None:
@@ -57,7 +57,7 @@ class Interval:
     @property
     def queueing_ns(self) -> float:
         """Host time a step that may queue work for a GPU."""
-        busy = sum(self.times.phases.get(phase, 0.0) for phase in ("user", "backward", "optimizer"))
+        busy = sum(self.times.phases[phase] for phase in ("user", "backward", "optimizer"))
         return busy / max(self.steps, 1)
 
 
@@ -93,8 +93,8 @@ class IntervalBuilder:
         self._in_backward = False
         self._data_wait_ns = 0.0  # the wait under way, or just ended
         self._hand_steps = 0
-        self._before_pass: dict[int, dict[str, float]] = {}
-        self._undeclared: dict[str, float] = {}
+        self._before_pass: dict[int, Totals[str]] = {}
+        self._undeclared: Totals[str] = Totals()
         self.steps = 0
         self.calls = 0
         self._intervals = 0
@@ -151,11 +151,11 @@ class IntervalBuilder:
             elif activity is SYNC:
                 self._interval.sync_blocked_ns += spent
             elif activity is USER:
-                self._interval.times.user(self._after, spent)
+                self._interval.times.user_after[self._after] += spent
             exchanges = self._in_backward and activity is Activity.COMMUNICATION
-            self._interval.times.phase("backward" if exchanges else PHASE[activity], spent)
+            self._interval.times.phases["backward" if exchanges else PHASE[activity]] += spent
         if self.gpu is None:
-            self._interval.times.put(self._label(activity), spent)
+            self._interval.times.by_label[self._label(activity)] += spent
         else:
             self.gpu.held.append((began, self.now_ns, self._label(activity)))
 
@@ -200,7 +200,7 @@ class IntervalBuilder:
         self.counter.batch(fact.loader_id, fact.samples, fact.evaluating, fact.doubtful)
         if not self._started:
             # Whatever came before the batch of the first backward was preparation.
-            self._interval.times = ActivityTimes({"startup": sum(self._interval.times.by_label.values())})
+            self._interval.times = ActivityTimes(Totals(startup=sum(self._interval.times.by_label.values())))
             self._preparing = False
         elif fact.evaluating:
             self._relabel_wait("validation")
@@ -219,13 +219,13 @@ class IntervalBuilder:
             self.gpu.held[-1] = (began, ended, label)
 
     def _pass_began(self, fact: marks.PassBegan) -> None:
-        self._before_pass[fact.loader_id] = dict(self._interval.times.by_label)
+        self._before_pass[fact.loader_id] = Totals(self._interval.times.by_label)
         if not fact.evaluating:
             self.counter.pass_began(fact.loader_id)
         self._evaluate(fact.evaluating)
 
     def _pass_ended(self, fact: marks.PassEnded) -> None:
-        before = self._before_pass.pop(fact.loader_id, {})
+        before = self._before_pass.pop(fact.loader_id, Totals[str]())
         trained = self.counter.pass_ended(fact.loader_id, fact.evaluating)
         if fact.evaluating:
             self._relabel_wait("validation")
@@ -237,15 +237,14 @@ class IntervalBuilder:
         elif self.gpu is None and self._started:
             # A whole pass with gradients on and no backward in it: an evaluation that nobody declared, unless
             # backward comes next (then it was drawn ahead, to be accumulated).
-            spent = self._interval.times.by_label
-            self._undeclared = {label: ns - before.get(label, 0.0) for label, ns in spent.items()}
+            self._undeclared = self._interval.times.by_label.beyond(before)
         self._data_wait_ns = 0.0
 
     def _settle_undeclared(self) -> None:
         for label, ns in self._undeclared.items():
             if label != "checkpoint":
                 self._interval.times.move(label, "validation", ns)
-        self._undeclared = {}
+        self._undeclared = Totals()
 
     def _evaluate(self, on: bool) -> None:
         self.validating = on and self._started
@@ -262,7 +261,7 @@ class IntervalBuilder:
         self._preparing = self.validating = self._eval_mode = False
         self._in_backward = True
         if self._undeclared:
-            self._undeclared = {}
+            self._undeclared = Totals()
             self.epoch += 1
 
     def _backward_ended(self, _: marks.BackwardEnded) -> None:
@@ -286,11 +285,11 @@ class IntervalBuilder:
             self._end_step(1)
 
     def _booked_at_rest(self, fact: marks.BookedAtRest) -> None:
-        label, booked = LABEL[self._activity], self._interval.at_rest_ns
+        label = LABEL[self._activity]
         if fact.turnover:
             label = "epoch_turnover"
             self._relabel_wait(label)
-        booked[label] = booked.get(label, 0.0) + fact.ns
+        self._interval.at_rest_ns[label] += fact.ns
         self._data_wait_ns = 0.0
 
     def _rested(self, fact: marks.Rested) -> None:
@@ -336,11 +335,11 @@ class IntervalBuilder:
             return None
         times = self._interval.times.beyond(self._at_step_end)
         for began, ended, label in self.gpu.held if self.gpu is not None else ():
-            times.put(label, ended - began)
+            times.by_label[label] += ended - began
         label = self._label(Activity.LONG_USER if self._is_long(now_ns) else self._activity)
-        times.put(label, now_ns - self.now_ns)
+        times.by_label[label] += now_ns - self.now_ns
         if label == LABEL[USER]:
-            times.user(self._after, now_ns - self.now_ns)
+            times.user_after[self._after] += now_ns - self.now_ns
         return Interval(self._step_end, now_ns, epoch=self.epoch, times=times, gpu=self.gpu is not None)
 
     def _finish(self, _: marks.Finished) -> None:

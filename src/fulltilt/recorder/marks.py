@@ -147,6 +147,17 @@ PHASE = {activity: label if label in PHASES else "other" for activity, label in 
 Key = TypeVar("Key")
 
 
+class Totals(dict[Key, float]):
+    """Sums by key; a key that nothing was added to has 0.0, and stays out."""
+
+    def __missing__(self, key: Key) -> float:
+        return 0.0
+
+    def beyond(self, earlier: Totals[Key]) -> Totals[Key]:
+        """What has been added since the sums were ``earlier``."""
+        return Totals({key: total - earlier[key] for key, total in self.items() if total != earlier[key]})
+
+
 @dataclass
 class ActivityTimes:
     """Nanoseconds by label, with the host's own phases of a step beside them.
@@ -154,44 +165,25 @@ class ActivityTimes:
     ``user_after`` is the user's own time by what came before it: behind a batch comes another code than behind a step.
     """
 
-    by_label: dict[str, float] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=dict)
-    user_after: dict[Activity, float] = field(default_factory=dict)
-
-    def put(self, label: str, ns: float) -> None:
-        """Book time with a label."""
-        if ns:
-            self.by_label[label] = self.by_label.get(label, 0.0) + ns
-
-    def phase(self, name: str, ns: float) -> None:
-        """Book host time of a phase of the step."""
-        if ns:
-            self.phases[name] = self.phases.get(name, 0.0) + ns
-
-    def user(self, after: Activity, ns: float) -> None:
-        """Note what the user's own time came after."""
-        if ns:
-            self.user_after[after] = self.user_after.get(after, 0.0) + ns
+    by_label: Totals[str] = field(default_factory=Totals)
+    phases: Totals[str] = field(default_factory=Totals)
+    user_after: Totals[Activity] = field(default_factory=Totals)
 
     def copy(self) -> ActivityTimes:
         """The same again, to be kept."""
-        return ActivityTimes(dict(self.by_label), dict(self.phases), dict(self.user_after))
+        return ActivityTimes(Totals(self.by_label), Totals(self.phases), Totals(self.user_after))
 
     def beyond(self, earlier: ActivityTimes) -> ActivityTimes:
         """What has been booked since there was only ``earlier``."""
         return ActivityTimes(
-            _beyond(self.by_label, earlier.by_label),
-            _beyond(self.phases, earlier.phases),
-            _beyond(self.user_after, earlier.user_after),
+            self.by_label.beyond(earlier.by_label),
+            self.phases.beyond(earlier.phases),
+            self.user_after.beyond(earlier.user_after),
         )
 
     def move(self, source: str, target: str, ns: float) -> None:
         """Move up to ``ns`` from one label to another."""
-        moved = min(ns, self.by_label.get(source, 0.0))
+        moved = min(ns, self.by_label[source])
         if moved > 0:
             self.by_label[source] -= moved
-            self.put(target, moved)
-
-
-def _beyond(now: dict[Key, float], earlier: dict[Key, float]) -> dict[Key, float]:
-    return {name: ns - earlier.get(name, 0.0) for name, ns in now.items() if ns != earlier.get(name, 0.0)}
+            self.by_label[target] += moved

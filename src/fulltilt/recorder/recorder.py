@@ -275,7 +275,7 @@ class Recorder:
 
     def _plan_calibration(self) -> None:
         gpu, intervals, steps = self.intervals.gpu, self.intervals.closed, self.state.steps
-        if gpu is None or not intervals or "rest" in intervals[-1].times.by_label or not self.calibration.due(steps):
+        if gpu is None or not intervals or intervals[-1].times.by_label["rest"] or not self.calibration.due(steps):
             return
         queueing_s, behind_s = intervals[-1].queueing_ns * NS, gpu.lag_ns * NS
         self.calibration.ask(steps, queueing_s, behind_s, self.state.syncs, gpu.knows_a_step)

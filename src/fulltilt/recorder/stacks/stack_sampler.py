@@ -9,7 +9,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, NamedTuple
 
 from fulltilt.recorder.loaders import PassMeter
-from fulltilt.recorder.marks import Activity
+from fulltilt.recorder.marks import Activity, Totals
 from fulltilt.recorder.stacks.frames import Stack, StackView, stack_of, user_code_in_backward, view_of
 from fulltilt.recorder.steps import LONG_STEP_NS
 from fulltilt.records import HotLine
@@ -31,12 +31,8 @@ WEIGHT_OF_EARLIER_S = 4 * SAMPLE_EVERY_S
 NS = 1e-9
 
 
-class KindWeights(dict[str, float]):
+class KindWeights(Totals[str]):
     """Seconds that stack samples stand for, by kind: those of the present window, and a little of what was before."""
-
-    def add(self, kind: str, weight_s: float) -> None:
-        """Put a sample in."""
-        self[kind] = self.get(kind, 0.0) + weight_s
 
     def begin_window(self) -> None:
         """The samples of the window have been used."""
@@ -61,8 +57,8 @@ class StackSampler:
         self._last_ns = time.perf_counter_ns()
         self._every_s = EARLY_SAMPLE_EVERY_S
         self._after: dict[Activity, KindWeights] = {}
-        self.backward = KindWeights()
-        self._late: dict[str, float] = {}
+        self._backward = KindWeights()
+        self._late: Totals[str] = Totals()
         self._long_step_ns = 0  # when the long step began that the last sample at rest saw
         self._taken = 0
         self._pending: list[Pending] = []
@@ -114,7 +110,7 @@ class StackSampler:
             recorder.state.sampled(activity, view, weight_s)
             return
         if now_ns - due_ns > LATE_NS:
-            self._late[view.kind] = self._late.get(view.kind, 0.0) + weight_s
+            self._late[view.kind] += weight_s
         if recorder.clock is not None or (after is Activity.OPTIMIZER and self._is_undecided(view)):
             self._pending.append(Pending(now_ns, after, view, weight_s))
             return
@@ -190,9 +186,9 @@ class StackSampler:
         view = view_of(stack, None, recorder.loop_frames.spots) if user_code_in_backward(stack) else None
         if view is not None and (view := recorder.state.understood(view)).kind == "host":
             recorder.state.sampled(Activity.USER, view, self._every_s)
-            self.backward.add("host", self._every_s)
+            self._backward["host"] += self._every_s
         else:
-            self.backward.add("torch", self._every_s)
+            self._backward["torch"] += self._every_s
 
     def _take_at_rest(self, now_ns: int, since_sample_ns: int) -> None:
         """Between bursts of measuring samples name lines; only those of a step that takes long say how it divides."""
@@ -223,7 +219,7 @@ class StackSampler:
         recorder.state.sampled(Activity.USER, view, weight_s)
 
     def _add(self, after: Activity, kind: str, weight_s: float) -> None:
-        self._after.setdefault(after, KindWeights()).add(kind, weight_s)
+        self._after.setdefault(after, KindWeights())[kind] += weight_s
 
     def _missed(self) -> None:
         """A sample that was due in the user's own code came when that had ended: the interpreter lock was held.
@@ -234,7 +230,7 @@ class StackSampler:
         for kind, weight in self._late.items() if total else ():
             self._add(self._recorder.left_after, kind, self._every_s * weight / total)
 
-    def split(self, under_way: bool = False) -> Mapping[Activity, Mapping[str, float]]:
+    def split(self, under_way: bool = False) -> Mapping[Activity, Totals[str]]:
         """How the user's own time divides, by the activity that it came after; long stretches apart.
 
         ``under_way``: with what the marks have not told yet.
@@ -243,7 +239,7 @@ class StackSampler:
         split = {after: KindWeights(weights) for after, weights in self._after.items()}
         for sample in self._pending if under_way else ():
             after, view = self._judged(sample)
-            split.setdefault(after, KindWeights()).add(view.kind, sample.weight_s)
+            split.setdefault(after, KindWeights())[view.kind] += sample.weight_s
         return split
 
     @property
@@ -251,7 +247,12 @@ class StackSampler:
         """Whether there has been no sample of the user's own time."""
         return not (self._pending or self._after)
 
+    @property
+    def backward_held_up(self) -> float:
+        """The share of backward in code that is not torch's."""
+        return self._backward["host"] / (sum(self._backward.values()) or 1.0)
+
     def begin_window(self) -> None:
         """The samples so far have been used."""
-        for weights in (*self._after.values(), self.backward):
+        for weights in (*self._after.values(), self._backward):
             weights.begin_window()
