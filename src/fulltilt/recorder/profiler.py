@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from fulltilt.recorder.hooks import Function, Patches
-from fulltilt.recorder.marks import Activity
+from fulltilt.recorder.marks import Activity, Totals
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.stacks.frames import users_line
 from fulltilt.records import CommunicationRecord, DeepRecord, HotLine, KernelRecord
@@ -103,9 +103,13 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def _own_work(self) -> Iterator[None]:
+        """Work of ours on the training thread. Where it fails, so does the burst, and not the job."""
         before, began_ns = self._recorder.switch(Activity.OBSERVER), time.perf_counter_ns()
         try:
             yield
+        except Exception as error:
+            self._profiler = None
+            self._end(error)
         finally:
             self._took_ns += time.perf_counter_ns() - began_ns
             self._recorder.switch(before)
@@ -146,24 +150,20 @@ class StepProfiler:
         kinds = torch.profiler.ProfilerActivity
         activities = [*([kinds.CPU] if self._deep else []), *([kinds.CUDA] if on_gpu else [])]
         with self._own_work():
-            try:
-                if not self._deep:
-                    self._meanwhile.enter_context(_releasing_cupti())
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    self._profiler = torch.profiler.profile(activities=activities)
-                    self._profiler.prepare_trace()
-                # Two profilers at once are an error: where the script starts its own, ours ends first.
-                patches = Patches()
-                self._meanwhile.callback(patches.restore)
-                patches.around(torch.autograd.profiler.profile, "__init__", self._give_way)
-                if self._deep and on_gpu:
-                    self._meanwhile.enter_context(_waits_by_line(torch, self._waits))
-                recorder.profiling = True
-                self._settles_at_ns = time.perf_counter_ns() + SETTLE_NS
-            except Exception as error:
-                self._profiler = None
-                self._end(error)
+            if not self._deep:
+                self._meanwhile.enter_context(_releasing_cupti())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._profiler = torch.profiler.profile(activities=activities)
+                self._profiler.prepare_trace()
+            # Two profilers at once are an error: where the script starts its own, ours ends first.
+            patches = Patches()
+            self._meanwhile.callback(patches.restore)
+            patches.around(torch.autograd.profiler.profile, "__init__", self._give_way)
+            if self._deep and on_gpu:
+                self._meanwhile.enter_context(_waits_by_line(torch, self._waits))
+            recorder.profiling = True
+            self._settles_at_ns = time.perf_counter_ns() + SETTLE_NS
         if self._deep:
             self._trace()
 
@@ -173,14 +173,10 @@ class StepProfiler:
         if self._profiler is None:
             return
         with self._own_work():
-            try:
-                if self._recorder.clock is not None:
-                    self._torch.cuda.synchronize()  # what was queued before is not of these steps
-                self._profiler.start_trace()
-                self._at_call, self._evaluations = self._calls, self._recorder.evaluation.seen
-            except Exception as error:
-                self._profiler = None
-                self._end(error)
+            if self._recorder.clock is not None:
+                self._torch.cuda.synchronize()  # what was queued before is not of these steps
+            self._profiler.start_trace()
+            self._at_call, self._evaluations = self._calls, self._recorder.evaluation.seen
 
     def _give_way(self, original: Function, *args: Any, **kwargs: Any) -> None:
         self.stop()
@@ -195,27 +191,21 @@ class StepProfiler:
         recorder, profiler, self._profiler = self._recorder, self._profiler, None
         steps = self._calls - self._at_call
         evaluated = recorder.evaluation.seen != self._evaluations
-        problem = None
         with self._own_work():
-            try:
-                profiler.stop_trace()
-                # As Kineto has them: torch's own, thousands of them, would take half a second.
-                raw = profiler.profiler.kineto_results.events()
-                if not evaluated or self._deep:
-                    self._totals.add(kernels_among(raw), steps)
-                recorder.state.kernels = self._totals.record()
-                if not recorder.state.replicas:  # DDP measures by itself, in more steps
-                    recorder.state.communication = self._totals.communication()
-                if self._deep:
-                    found = list(profiler.events())
-                    recorder.state.deep = deep_record(
-                        found, kernels_among(raw), max(1, steps), recorder.state.kernels, self._waits
-                    )
-            except Exception as error:
-                problem = error
-            self._end(problem, again=evaluated)
+            profiler.stop_trace()
+            # As Kineto has them: torch's own, thousands of them, would take half a second.
+            kernels = kernels_among(profiler.profiler.kineto_results.events())
+            if not evaluated or self._deep:
+                self._totals.add(kernels, steps)
+            recorder.state.kernels = seen = self._totals.record()
+            if not recorder.state.replicas:  # DDP measures by itself, in more steps
+                recorder.state.communication = self._totals.communication()
+            if self._deep:
+                events = list(profiler.events())
+                recorder.state.deep = deep_record(events, kernels, max(1, steps), seen, self._waits)
+            self._end(again=evaluated)
 
-    def _end(self, problem: Exception | None, again: bool = False) -> None:
+    def _end(self, problem: Exception | None = None, again: bool = False) -> None:
         self._meanwhile.close()
         state, self._recorder.profiling = self._recorder.state, False
         if problem is not None and self._deep:
@@ -343,7 +333,7 @@ class KernelTotals:
         self._steps = self._kernels = 0
         self._busy_us = self._copies_us = self._products_us = self._tensor_core_us = 0.0
         self._exchange_us = self._exposed_us = 0.0
-        self._by_name: dict[str, float] = {}
+        self._by_name: Totals[str] = Totals()
 
     def add(self, kernels: list[Kernel], steps: int) -> None:
         """Take in a burst of so many steps."""
@@ -360,7 +350,7 @@ class KernelTotals:
         self._exposed_us += kernels_us - _covered(own)
         for event in kernels:
             length = event.end_us - event.start_us
-            self._by_name[event.name] = self._by_name.get(event.name, 0.0) + length
+            self._by_name[event.name] += length
             if event.name.startswith(COPIES):
                 self._copies_us += length
             if MATMUL.search(event.name):
@@ -386,7 +376,7 @@ class KernelTotals:
             copies_s=self._copies_us * per_step,
             kernels=round(self._kernels / self._steps),
             tensor_core_share=self._tensor_core_us / self._products_us if self._products_us else None,
-            top_kernels=_top((name, cost_us / self._steps) for name, cost_us in self._by_name.items()),
+            top_kernels=_top(self._by_name, self._steps),
         )
 
 
@@ -401,8 +391,11 @@ def deep_record(
     last = max((end for _, end in ranges), default=0.0)
     step_s, busy_s = (last - first) * 1e-6 / steps, _covered(kernels) * 1e-6 / steps
     if seen is None:
-        top = _top((event.name, event.self_cpu_time_total / steps) for event in events if "::" in event.name)
-        return DeepRecord(steps, step_s, None, None, None, None, None, top_kernels=top)
+        operations: Totals[str] = Totals()
+        for event in events:
+            if "::" in event.name:
+                operations[event.name] += event.self_cpu_time_total
+        return DeepRecord(steps, step_s, None, None, None, None, None, top_kernels=_top(operations, steps))
     return DeepRecord(
         steps=steps,
         step_s=step_s,
@@ -427,12 +420,10 @@ def _covered(kernels: list[Kernel]) -> float:
     return total
 
 
-def _top(costs: Iterable[tuple[str, float]]) -> tuple[HotLine, ...]:
-    totals: dict[str, float] = {}
-    for name, cost_us in costs:
-        totals[name] = totals.get(name, 0.0) + cost_us
-    ranked = sorted(totals.items(), key=lambda item: -item[1])[:10]
-    return tuple(HotLine(where="", function=name, seconds=cost * 1e-6) for name, cost in ranked)
+def _top(costs_us: Totals[str], steps: int) -> tuple[HotLine, ...]:
+    """The costliest, each with its cost in a step."""
+    ranked = sorted(costs_us.items(), key=lambda item: -item[1])[:10]
+    return tuple(HotLine(where="", function=name, seconds=cost_us * 1e-6 / steps) for name, cost_us in ranked)
 
 
 def _wait_lines(events: list[Any], steps: int, waits: Counter[str]) -> tuple[HotLine, ...]:
