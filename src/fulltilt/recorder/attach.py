@@ -6,7 +6,6 @@ The environment tells what to do; `fulltilt run` sets it and every Python proces
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib
 import os
 import sys
@@ -59,8 +58,7 @@ def environment(folder: Path, t0_ns: int, settings: Path | None, deep: int) -> d
 def when_torch_is_imported() -> None:
     """Start a session as soon as this process has imported torch."""
     global cpus_at_start
-    with contextlib.suppress(AttributeError, OSError):
-        cpus_at_start = len(os.sched_getaffinity(0))
+    cpus_at_start = len(os.sched_getaffinity(0))
     _told.update((name, value) for name, value in os.environ.items() if name.startswith("FULLTILT_"))
     user_code.began_in()  # before the script goes elsewhere
     sys.meta_path.insert(0, ImportWatcher({"torch": start, **dict.fromkeys(ITERABLES, _watch_iterables)}))
@@ -104,7 +102,7 @@ def _finish_with_process() -> None:
 
     global _forks_are_followed
     atexit.register(_finish)
-    if not _forks_are_followed and hasattr(os, "register_at_fork"):
+    if not _forks_are_followed:
         _forks_are_followed = True
         os.register_at_fork(after_in_child=_start_afresh)
         # A process of multiprocessing's ends without exit handlers, and forgets finalizers when it is forked.

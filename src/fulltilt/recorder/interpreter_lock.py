@@ -156,13 +156,13 @@ def cpu_times_s(thread: int) -> tuple[float, float] | None:
         return None
 
 
-def cpu_clock(thread: int) -> int | None:
-    """The clock of the CPU time of a thread by its native number; None where there is none (macOS).
+def cpu_clock(thread: int) -> int:
+    """The clock of the CPU time of a thread by its native number.
 
     Linux numbers these clocks so. Reading one takes no file and keeps the interpreter lock; asked through the C library
     (pthread_getcpuclockid), it would crash for a thread that has just ended.
     """
-    return (~thread << 3) | CLOCK_OF_A_THREAD if sys.platform == "linux" else None
+    return (~thread << 3) | CLOCK_OF_A_THREAD
 
 
 def cpu_s(clock: int | None) -> float | None:

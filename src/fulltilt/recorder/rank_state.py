@@ -340,7 +340,7 @@ class RankState:
             memory=self.memory,
             torch_threads=self._torch.get_num_threads(),
             cpus_at_start=attach.cpus_at_start,
-            cpus=len(cpus) if (cpus := allowed_cpus()) is not None else None,
+            cpus=len(allowed_cpus()),
             cpu_wait_s=None if times is None else times[2],
             off_cpu_s=None if times is None else times[0] - times[1],
             threads=self.threads.record(),

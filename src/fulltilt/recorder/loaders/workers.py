@@ -17,11 +17,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 from fulltilt.recorder.interpreter_lock import LockTurns, cpu_clock, cpu_times_s, wake_on_time
 from fulltilt.recorder.loaders.batches import compressed_chunks
@@ -97,8 +97,8 @@ class Mailbox:
         self._sending: socket.socket | None = None
 
     def opened(self) -> socket.socket | None:
-        """The end for workers, made when the first ones start; None where the system has no such sockets."""
-        if self._sending is None and hasattr(socket, "AF_UNIX"):
+        """The end for workers, made when the first ones start; None where the system gives none."""
+        if self._sending is None:
             with contextlib.suppress(OSError):
                 self._receiving, self._sending = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
                 self._receiving.setblocking(False)
@@ -116,7 +116,6 @@ class Mailbox:
             yield pickle.loads(data)  # nobody but the job's own processes can have sent it
 
 
-Number = TypeVar("Number", int, float)
 # Seconds of the fetching thread: on the wall, of the CPU, and in the CPU's queue (0.0 where nobody says).
 Clocks = tuple[float, float, float]
 
@@ -136,7 +135,6 @@ class FetchMeter:
         self._cpu_before_s = time.process_time()
         self.thread_id = threading.get_ident()
         self._thread_native = threading.get_native_id()
-        # Without a clock, other threads cannot tell what a fetch under way has cost.
         self._cpu_clock = cpu_clock(self._thread_native)
         self._under_way: Clocks | None = None  # when the fetch under way began
         self._spent: Clocks = (0.0, 0.0, 0.0)
@@ -160,7 +158,7 @@ class FetchMeter:
             self._spent, self._under_way = _plus(self._spent, began, self._clocks()), None
 
     def _clocks(self) -> Clocks:
-        cpu_s = time.thread_time() if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
+        cpu_s = time.clock_gettime(self._cpu_clock)
         return time.perf_counter(), cpu_s, run_delay_s(self._thread_native) or 0.0
 
     def observe(self, stop: threading.Event) -> None:
@@ -212,7 +210,7 @@ class FetchMeter:
         """Tell the recorder what happened so far, with a fetch that is under way: one may never end."""
         self._look_at_memory()
         spent, under_way = self._spent, self._under_way  # in this order: a fetch that ends meanwhile counts once
-        if under_way is not None and self._cpu_clock is not None:
+        if under_way is not None:
             spent = _plus(spent, under_way, self._clocks())
         fetch_s, fetch_cpu_s, waited_s = spent
         read_bytes, reads = _read_so_far()
@@ -287,12 +285,9 @@ def run_delay_s(thread: int) -> float | None:
     return None if times is None else times[1]
 
 
-def allowed_cpus() -> tuple[int, ...] | None:
-    """The CPUs that the main thread of this process may run on; None where the system does not bind."""
-    try:
-        return tuple(sorted(os.sched_getaffinity(os.getpid())))
-    except (AttributeError, OSError):
-        return None
+def allowed_cpus() -> tuple[int, ...]:
+    """The CPUs that the main thread of this process may run on."""
+    return tuple(sorted(os.sched_getaffinity(os.getpid())))
 
 
 def run_worker(mailbox: socket.socket, loader_id: int, in_pass: int, home: str, *args: Any) -> None:
@@ -343,17 +338,16 @@ def _measure_fetches(meter: FetchMeter) -> None:
 # Workers whose last message is kept by itself. A job with workers of its own for each pass has very many of them, and
 # in time others get their numbers.
 MOST_WORKERS = 512
-SUMMED = ("fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes", "reads")
+SUMMED = ("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes", "reads")
 
 
 class WorkerTotals:
-    """What the workers of one loader told so far: the last message of each, and sums of those that ended long ago."""
+    """What the workers of one loader told so far: sums over all of them, and the last message of each."""
 
     def __init__(self) -> None:
         self.last: dict[int, WorkerMessage] = {}  # whoever told something last is the last
-        self._ended = 0
-        self._of_ended: dict[str, float | None] = dict.fromkeys(SUMMED)
-        self._batches = 0
+        self._processes = 0
+        self._sums: dict[str, Any] = {**dict.fromkeys(SUMMED), "batches": 0}
         self._read_in_pass: dict[int, int] = {}
         self._data: StorageReading | None = None
         self._chunks: str | None = None
@@ -363,35 +357,33 @@ class WorkerTotals:
     def add(self, message: WorkerMessage, in_pass: int = 0) -> None:
         """Take one message of a worker, which came in this pass."""
         before = self.last.pop(message.pid, None)
-        self._batches += message.batches - (before.batches if before is not None else 0)
-        if message.read_bytes is not None and (in_pass in self._read_in_pass or len(self._read_in_pass) < MOST_PASSES):
-            fresh = message.read_bytes - ((before and before.read_bytes) or 0)
-            self._read_in_pass[in_pass] = self._read_in_pass.get(in_pass, 0) + fresh
+        self._processes += before is None
+        fresh = {name: _difference(getattr(message, name), getattr(before, name, None)) for name in SUMMED}
+        for name, figure in fresh.items():
+            if figure is not None:
+                self._sums[name] = (self._sums[name] or 0) + figure
+        read = fresh["read_bytes"]
+        if read is not None and (in_pass in self._read_in_pass or len(self._read_in_pass) < MOST_PASSES):
+            self._read_in_pass[in_pass] = self._read_in_pass.get(in_pass, 0) + int(read)
         self._data = self._data or message.data
         self._chunks = self._chunks or message.chunks
         self._lines.merge(message.lines)
-        self._growth.note(self._batches)
+        self._growth.note(self._sums["batches"])
         self.last[message.pid] = replace(message, lines=())
         if len(self.last) > MOST_WORKERS:
-            ended = self.last.pop(next(iter(self.last)))
-            self._ended += 1
-            self._of_ended = {name: _sum((told, getattr(ended, name))) for name, told in self._of_ended.items()}
+            del self.last[next(iter(self.last))]
 
     def record(self, loader_id: int) -> WorkerRecord:
         """The totals as a record."""
         last = self.last.values()
-        sums: dict[str, Any] = {
-            name: _sum((told, *(getattr(one, name) for one in last))) for name, told in self._of_ended.items()
-        }
         pss_bytes = [one.pss_bytes for one in last if one.pss_bytes is not None]
         cpus = [one.cpus for one in last if one.cpus is not None]
         return WorkerRecord(
             loader_id=loader_id,
-            processes=self._ended + len(last),
-            batches=self._batches,
-            **sums,
+            processes=self._processes,
+            **self._sums,
             lines=self._lines.top(),
-            growing_lines=self._growth.top(self._batches),
+            growing_lines=self._growth.top(self._sums["batches"]),
             pss_bytes=round(statistics.mean(pss_bytes)) if pss_bytes else None,
             read_bytes_by_pass=tuple(size for _, size in sorted(self._read_in_pass.items())),
             cpus=len(set().union(*cpus)) if cpus else None,
@@ -420,7 +412,6 @@ class WorkerTotals:
         return MemoryGrowthRecord(round(size), over_s, batches, round(min(copied, size)), round(shared))
 
 
-def _sum(figures: Iterable[Number | None]) -> Number | None:
-    """The sum of those that are known; None where none is."""
-    known = [figure for figure in figures if figure is not None]
-    return sum(known) if known else None
+def _difference(now: float | None, before: float | None) -> float | None:
+    """What a worker has done since its message before; None where nobody knows."""
+    return None if now is None else now - (before or 0)

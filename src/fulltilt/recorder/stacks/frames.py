@@ -113,8 +113,7 @@ def _after_fork() -> None:
 
 
 _collects_later = False  # a stack is being walked, and a process that is forked meanwhile has to collect all the same
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def user_code_in_backward(stack: Stack) -> bool:

@@ -110,7 +110,7 @@ class Live:
     def report(self, tap: LoaderTap, batch: int, knobs: Knobs, capacity: Capacity, **what: Any) -> Report:
         """What this rank says of a loader, which all ranks know by its line and its place among those made there."""
         place = sum(other.where == tap.where for other in self.session.taps.all[: tap.loader_id])
-        cpus = f"{sum(1 << cpu for cpu in allowed_cpus() or ()):x}"
+        cpus = f"{sum(1 << cpu for cpu in allowed_cpus()):x}"
         return Report(f"{tap.where} {place}", batch, socket.gethostname(), cpus, knobs, capacity, **what)
 
     def now_s(self) -> float:
