@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,8 @@ def memory_parts(torch: Any, optimizers: Iterable[Any], on_gpu: bool) -> records
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             parameters.update((id(parameter), parameter) for parameter in group["params"])
-        states += sum(_bytes(tensor) for tensor in _tensors(torch, list(optimizer.state.values())))
+        leaves = torch.utils._pytree.tree_leaves(list(optimizer.state.values()))
+        states += sum(_bytes(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
     weights = sum(_bytes(parameter) for parameter in parameters.values())
     gradients = sum(_bytes(parameter.grad) for parameter in parameters.values() if parameter.grad is not None)
     other = None
@@ -38,14 +39,6 @@ def memory_parts(torch: Any, optimizers: Iterable[Any], on_gpu: bool) -> records
         other = max(0, int(torch.cuda.memory_allocated()) - weights - gradients - states)
     count = sum(int(parameter.numel()) for parameter in parameters.values())
     return records.MemoryRecord(count, weights, gradients, states, other)
-
-
-def _tensors(torch: Any, node: Any) -> Iterator[Any]:
-    if isinstance(node, torch.Tensor):
-        yield node
-    elif isinstance(node, dict | list | tuple):
-        for child in node.values() if isinstance(node, dict) else node:
-            yield from _tensors(torch, child)
 
 
 def _bytes(tensor: Any) -> int:

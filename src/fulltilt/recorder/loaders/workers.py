@@ -62,7 +62,7 @@ class MemoryReading:
     batches: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkerMessage:
     """What one worker did so far, so that only its last message counts. ``lines`` are those since the one before.
 
@@ -73,12 +73,12 @@ class WorkerMessage:
     loader: int
     pid: int
     in_pass: int  # when it began
-    batches: int
-    fetch_s: float
-    fetch_cpu_s: float
-    cpu_wait_s: float | None
-    idle_s: float
-    process_cpu_s: float
+    batches: int = 0
+    fetch_s: float = 0.0
+    fetch_cpu_s: float = 0.0
+    cpu_wait_s: float | None = None
+    idle_s: float = 0.0
+    process_cpu_s: float = 0.0
     read_bytes: int | None = None
     reads: int | None = None
     pss_bytes: int | None = None
@@ -129,7 +129,7 @@ class FetchMeter:
 
     def __init__(self, mailbox: socket.socket, loader_id: int, in_pass: int = 0) -> None:
         self._socket = mailbox
-        self._loader_id, self._in_pass = loader_id, in_pass
+        self._told = WorkerMessage(loader_id, os.getpid(), in_pass)
         self._lines = LineTimes()
         self._began_s = self._last_sample = time.perf_counter()
         self._cpu_before_s = time.process_time()
@@ -138,21 +138,17 @@ class FetchMeter:
         self._cpu_clock = cpu_clock(self._thread_native)
         self._under_way: Clocks | None = None  # when the fetch under way began
         self._spent: Clocks = (0.0, 0.0, 0.0)
-        self._batches = 0
         self._messages = 0
-        self._memory: list[MemoryReading] = []
-        self._pss_bytes: int | None = None
         self._files = FilesRead()
-        self._chunks: str | None = None
 
     def fetch(self, original: Callable[..., Any], *args: Any) -> Any:
         """One fetch, measured."""
         began = self._under_way = self._clocks()
         try:
             batch = original(*args)
-            self._batches += 1
-            if self._batches == 1:  # a data set opens its files as it is asked
-                self._chunks = compressed_chunks()
+            self._told.batches += 1
+            if self._told.batches == 1:  # a data set opens its files as it is asked
+                self._told.chunks = compressed_chunks()
             return batch
         finally:
             self._spent, self._under_way = _plus(self._spent, began, self._clocks()), None
@@ -198,13 +194,13 @@ class FetchMeter:
             return
         from fulltilt.probes.host import page_totals, proportional_bytes
 
-        pss_bytes = proportional_bytes(os.getpid())
+        told = self._told
+        told.pss_bytes = max(proportional_bytes(told.pid), told.pss_bytes or 0)
         with contextlib.suppress(OSError, KeyError):
-            pages = page_totals(os.getpid())
-            private, pss_bytes = pages["Private_Clean"] + pages["Private_Dirty"], pages["Pss"]
-            reading = MemoryReading(time.monotonic(), private, pages["Rss"] - private, self._batches)
-            self._memory = [*self._memory[-2:], reading]
-        self._pss_bytes = max(pss_bytes, self._pss_bytes or 0)
+            pages = page_totals(told.pid)
+            private = pages["Private_Clean"] + pages["Private_Dirty"]
+            reading = MemoryReading(time.monotonic(), private, pages["Rss"] - private, told.batches)
+            told.memory = (*told.memory[-2:], reading)
 
     def send(self) -> None:
         """Tell the recorder what happened so far, with a fetch that is under way: one may never end."""
@@ -212,29 +208,16 @@ class FetchMeter:
         spent, under_way = self._spent, self._under_way  # in this order: a fetch that ends meanwhile counts once
         if under_way is not None:
             spent = _plus(spent, under_way, self._clocks())
-        fetch_s, fetch_cpu_s, waited_s = spent
-        read_bytes, reads = _read_so_far()
-        message = WorkerMessage(
-            loader=self._loader_id,
-            pid=os.getpid(),
-            in_pass=self._in_pass,
-            batches=self._batches,
-            fetch_s=fetch_s,
-            fetch_cpu_s=max(0.0, fetch_cpu_s),
-            cpu_wait_s=waited_s if run_delay_s(self._thread_native) is not None else None,
-            idle_s=max(0.0, time.perf_counter() - self._began_s - fetch_s),
-            process_cpu_s=time.process_time() - self._cpu_before_s,
-            read_bytes=read_bytes,
-            reads=reads,
-            pss_bytes=self._pss_bytes,
-            memory=tuple(self._memory),
-            cpus=allowed_cpus(),
-            lines=self._lines.take(),
-            data=self._files.take(),
-            chunks=self._chunks,
-        )
+        told = self._told
+        told.fetch_s, told.fetch_cpu_s, waited_s = spent
+        told.cpu_wait_s = waited_s if run_delay_s(self._thread_native) is not None else None
+        told.idle_s = max(0.0, time.perf_counter() - self._began_s - told.fetch_s)
+        told.process_cpu_s = time.process_time() - self._cpu_before_s
+        told.read_bytes, told.reads = _read_so_far()
+        told.cpus = allowed_cpus()
+        told.lines, told.data = self._lines.take(), self._files.take()
         with contextlib.suppress(OSError):
-            self._socket.send(pickle.dumps(message))
+            self._socket.send(pickle.dumps(told))
 
 
 class FilesRead:
