@@ -52,7 +52,7 @@ class DeviceHooks:
         if self.watches_copies:
             for name in ("to", "cuda"):
                 patches.swap(torch.Tensor, name, self._copy)
-        patches.swap(torch.cuda, "synchronize", self._synchronize)
+        patches.swap(torch.cuda, "synchronize", functools.partial(self._wait, "torch.cuda.synchronize()"))
         if self._on_gpu:
             self._watch_reads(patches)
 
@@ -67,7 +67,7 @@ class DeviceHooks:
 
     def _watch_reads(self, patches: Patches) -> None:
         for name, written in READS.items():
-            patches.swap(self._torch.Tensor, name, functools.partial(self._read, written))
+            patches.swap(self._torch.Tensor, name, functools.partial(self._wait, written))
 
     def _copy(self, original: Function) -> Function:
         recorder, copies, torch = self._recorder, self._state.copies, self._torch
@@ -102,45 +102,31 @@ class DeviceHooks:
 
         return copy
 
-    def _read(self, written: str, original: Function) -> Function:
-        recorder, torch = self._recorder, self._torch
+    def _wait(self, written: str, original: Function) -> Function:
+        """``original``, which waits for the GPU; a tensor's method does so where the tensor lies there."""
+        recorder, state, torch = self._recorder, self._state, self._torch
 
-        def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def wait(*args: Any, **kwargs: Any) -> Any:
             if recorder.clock is None or recorder.rest.on or torch.compiler.is_compiling():
-                return original(tensor, *args, **kwargs)
-            if not tensor.is_cuda or not recorder.mine():
-                return original(tensor, *args, **kwargs)
-            return self._blocked(original, written, tensor, *args, **kwargs)
-
-        return read
-
-    def _synchronize(self, original: Function) -> Function:
-        recorder = self._recorder
-
-        def synchronize(*args: Any, **kwargs: Any) -> Any:
-            if recorder.clock is None or recorder.rest.on or not recorder.mine():
                 return original(*args, **kwargs)
-            return self._blocked(original, "torch.cuda.synchronize()", *args, **kwargs)
+            of_the_host = args and not getattr(args[0], "is_cuda", True)
+            if of_the_host or not recorder.mine() or recorder.activity is Activity.SYNC:
+                return original(*args, **kwargs)
+            point = Point.SYNCED if recorder.calibration.under_way else Point.NONE
+            before = recorder.switch(Activity.SYNC, None, point)
+            began = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                recorder.switch(before)
+                took = time.perf_counter() - began
+                if before is not Activity.CHECKPOINT:
+                    line = users_line(recorder.loop_frames.spots)
+                    state.waited_for_gpu(*line, written, took, recorder.rest.stands_for)
+                if recorder.calibration.under_way:
+                    recorder.lost_its_lead()
 
-        return synchronize
-
-    def _blocked(self, original: Function, call: str, *args: Any, **kwargs: Any) -> Any:
-        """A call that waits for the GPU."""
-        recorder, state = self._recorder, self._state
-        if recorder.activity is Activity.SYNC:
-            return original(*args, **kwargs)
-        before = recorder.switch(Activity.SYNC, None, Point.SYNCED if recorder.calibration.under_way else Point.NONE)
-        began = time.perf_counter()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            recorder.switch(before)
-            took = time.perf_counter() - began
-            if before is not Activity.CHECKPOINT:
-                line = users_line(recorder.loop_frames.spots)
-                state.waited_for_gpu(*line, call, took, recorder.rest.stands_for)
-            if recorder.calibration.under_way:
-                recorder.lost_its_lead()
+        return wait
 
 
 class GraphHooks:

@@ -89,20 +89,17 @@ class ExitHooks:
         patches.around(os, "abort", self._leave)
 
     def _leave(self, original: Function, *status: int) -> Any:
-        self._before_leaving(status[0] if status else -signal.SIGABRT)
-        return original(*status)
-
-    def _before_leaving(self, status: int) -> None:
-        recorder = self._recorder
+        recorder, code = self._recorder, status[0] if status else -signal.SIGABRT
         if not recorder.active or os.getpid() != recorder.pid:
-            return  # a loader's worker, or a child that was forked
+            return original(*status)  # a loader's worker, or a child that was forked
         # Whatever happens here, and it may happen inside a signal handler: the process leaves.
         with contextlib.suppress(BaseException):
             if recorder.mine():
                 recorder.wake()
-            writer = threading.Thread(target=self.write_record, args=(status,), name="fulltilt-leaving", daemon=True)
+            writer = threading.Thread(target=self.write_record, args=(code,), name="fulltilt-leaving", daemon=True)
             writer.start()
             writer.join(PATIENCE_S)
+        return original(*status)
 
 
 def show_errors_without_ours(patches: Patches) -> None:

@@ -351,27 +351,25 @@ class LoopFrames:
         self.loop: frozenset[CodeType] = frozenset()
         self.step: frozenset[CodeType] = frozenset()
         self.learning = True
-        self._common: frozenset[Spot] | None = None
-        self._holding: frozenset[CodeType] | None = None
-        self._stepping: frozenset[CodeType] | None = None
-        self._seen: dict[Activity, int] = {}
+        self._stacks: dict[Activity, list[frozenset[Spot]]] = {}
 
     def see(self, activity: Activity, frame: FrameType | None) -> None:
         """Take in the stack at the beginning of an activity, if it is a part of a step."""
-        if activity not in PARTS_OF_A_STEP or self._seen.get(activity, 0) == SAMPLES_AT_EACH:
+        if activity not in PARTS_OF_A_STEP or len(self._stacks.get(activity, ())) == SAMPLES_AT_EACH:
             return
         here = frozenset((caller.f_code, caller.f_lasti) for caller in callers(frame))
-        functions = frozenset(code for code, _ in here)
-        self._common = here if self._common is None else self._common & here
-        self._holding = functions if self._holding is None else self._holding & functions
-        self._seen[activity] = self._seen.get(activity, 0) + 1
-        if activity in EVERY_STEP_HAS:
-            self._stepping = functions if self._stepping is None else self._stepping & functions
-            if all(part in self._seen for part in EVERY_STEP_HAS):
-                self.step = self._stepping
-        if len(self._seen) > 1:
-            self.spots, self.loop = self._common, self._holding
-        self.learning = any(self._seen.get(part, 0) < SAMPLES_AT_EACH for part in EVERY_STEP_HAS)
+        self._stacks.setdefault(activity, []).append(here)
+        if len(self._stacks) > 1:
+            stacks = [stack for seen in self._stacks.values() for stack in seen]
+            self.spots, self.loop = frozenset.intersection(*stacks), _functions_in_all(stacks)
+        of_steps = [self._stacks.get(part, []) for part in EVERY_STEP_HAS]
+        if all(of_steps):
+            self.step = _functions_in_all([stack for seen in of_steps for stack in seen])
+        self.learning = any(len(seen) < SAMPLES_AT_EACH for seen in of_steps)
+
+
+def _functions_in_all(stacks: list[frozenset[Spot]]) -> frozenset[CodeType]:
+    return frozenset.intersection(*(frozenset(code for code, _ in stack) for stack in stacks))
 
 
 # --------------------------------------------------------------------------- seconds by line
