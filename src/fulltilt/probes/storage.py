@@ -206,14 +206,12 @@ _VIRTUAL_NAMES = ("vd", "xvd")
 _VIRTUAL_MAKERS = ("Msft", "QEMU", "VMware", "Google", "VBOX", "Virtual")
 
 
-def read_storage(
-    folder: str | Path, budget_s: float = 3.0, budget_bytes: int = 256 * 1024**2, root: Path = Path("/")
-) -> StorageReading:
+def read_storage(folder: str | Path, budget_s: float = 3.0, budget_bytes: int = 256 * 1024**2) -> StorageReading:
     """Measure ``folder`` within the budgets, reading only. Raises UsageError if it is not a folder."""
     path = _checked(folder)
     start_s = time.perf_counter()
     end_s = start_s + budget_s
-    filesystem, device, kind = _place(path, root)
+    filesystem, device, kind = _place(path)
     found = count_files(path, start_s + 0.3 * budget_s)
     can_be_cold = kind != "tmpfs" and filesystem not in _OWN_CACHE
     halfway_s = (time.perf_counter() + end_s) / 2
@@ -232,8 +230,8 @@ def read_storage(
         small_cold_files_per_s=small_cold.files_per_s,
         small_warm_files_per_s=small_warm.files_per_s,
         small_file_bytes=small_warm.bytes / small_warm.files if small_warm.files else None,
-        free_bytes=_free_bytes(path),
-        fits_in_ram=True if kind == "tmpfs" else _fits(found, memory_headroom_bytes(root)),
+        free_bytes=shutil.disk_usage(path).free,
+        fits_in_ram=True if kind == "tmpfs" else _fits(found, memory_headroom_bytes()),
     )
 
 
@@ -256,23 +254,16 @@ def _fits(found: FileSample, room_bytes: int) -> bool | None:
     return True if found.fully else None
 
 
-def _free_bytes(path: Path) -> int | None:
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return None
-
-
 def place_of(folder: str) -> StorageReading:
     """What a folder lies on; nothing of it is read."""
-    filesystem, device, kind = _place(Path(folder).resolve(), Path("/"))
+    filesystem, device, kind = _place(Path(folder).resolve())
     return StorageReading(folder, filesystem, device, kind)
 
 
-def _place(path: Path, root: Path) -> tuple[str | None, str | None, Kind]:
+def _place(path: Path) -> tuple[str | None, str | None, Kind]:
     """File system, device and kind of what ``path`` lies on."""
-    mount = mount_of(path, read_mounts(root))
-    return (None, None, "unknown") if mount is None else (mount.filesystem, mount.source, storage_kind(mount, root))
+    mount = mount_of(path, read_mounts())
+    return (None, None, "unknown") if mount is None else (mount.filesystem, mount.source, storage_kind(mount))
 
 
 def storage_kind(mount: Mount, root: Path = Path("/")) -> Kind:

@@ -242,12 +242,11 @@ class Recording(LoopMarks):
         if self._files is not None:
             self._files.take(sample)
 
-    def stop(self, *, interrupted: bool = False, error: BaseException | None = None) -> None:
+    def stop(self, *, error: BaseException | None = None) -> None:
         """End the recording and write its report, which a notebook shows. ``error`` has ended the loop, if known."""
-        state, exit_code, ended_by = ending_of(error)
-        self._stop("interrupted" if interrupted and error is None else state, exit_code, ended_by)
+        self._stop(*ending_of(error))
 
-    def _stop(self, state: Ended, exit_code: int | None = None, ended_by: str | None = None) -> None:
+    def _stop(self, state: Ended, exit_code: int | None, ended_by: str | None) -> None:
         session, self._session = self._session, None
         atexit.unregister(self._stop_with_process)
         if session is None or self._attached or self._files is None:
