@@ -31,33 +31,25 @@ class RankFiles:
 
     @classmethod
     def claim(cls, folder: Path, rank: int) -> RankFiles:
-        """The stream of this rank, or the next free one when a living process has it already."""
+        """The stream of this rank, or the next free one when a living process has it already.
+
+        In the folder of a task each process of a rank has files of its own: after a restart ranks may be numbered anew.
+        """
         owned = store.OwnedFolder.around(folder / store.RUN_FILE)
         if owned is None:
             raise RunFolderError(f"{folder} is not a run folder of Fulltilt's")
-        if store.is_task(folder):
-            return cls._claim_part(owned, rank)
-        for stream in range(rank, rank + MOST_STREAMS):
-            if _take(owned, store.claim_file(stream)):
-                path = folder / store.steps_file(stream)
-                # After an elastic restart the new process goes on where the dead one's spans end.
-                ends = [span.t1_s for span in store.read_lines(path, Span)]
-                return cls(folder, stream, store.LineWriter(path), ends[-1] if ends else 0.0)
-        raise RunFolderError(f"{folder} has no free stream for rank {rank}")
-
-    @classmethod
-    def _claim_part(cls, owned: store.OwnedFolder, rank: int) -> RankFiles:
-        """In the folder of a task each process has files of its own: after a restart ranks may be numbered anew."""
-        folder = owned.path
-        before = store.rank_parts(folder)
-        ends = [0.0]
-        for part in range(MOST_STREAMS):
-            with contextlib.suppress(ForeignFiles):
-                os.close(owned.create(store.claim_file(rank, part), 0o644))
-                # Ranks of before this restart may have had other numbers. Its time begins where theirs ends.
-                for dead in (r for r in before if not psutil.pid_exists(_pid_of(folder, *r))):
-                    ends += [span.t1_s for span in store.read_lines(folder / store.steps_file(*dead), Span)][-1:]
-                return cls(folder, rank, store.LineWriter(folder / store.steps_file(rank, part)), max(ends), part)
+        in_task = store.is_task(folder)
+        before = store.rank_parts(folder) if in_task else []
+        for number in range(MOST_STREAMS):
+            stream, part = (rank, number) if in_task else (rank + number, 0)
+            if not _take(owned, store.claim_file(stream, part), of_the_dead=not in_task):
+                continue
+            # After a restart the new process goes on where the spans of those that have ended end.
+            dead = [one for one in before if not psutil.pid_exists(_pid_of(folder, *one))] if in_task else [(stream, 0)]
+            files = (folder / store.steps_file(*one) for one in dead)
+            ends = [span.t1_s for file in files for span in [*store.read_lines(file, Span)][-1:]]
+            writer = store.LineWriter(folder / store.steps_file(stream, part))
+            return cls(folder, stream, writer, max(ends, default=0.0), part if in_task else None)
         raise RunFolderError(f"{folder} has no free place for rank {rank}")
 
     def write(self, spans: list[Span]) -> None:
@@ -95,23 +87,21 @@ def _pid_of(folder: Path, rank: int, part: int) -> int:
     return store.read_record(folder / store.rank_file(rank, part), RankRecord).pid
 
 
-def _take(folder: store.OwnedFolder, name: str) -> bool:
-    """Whether this process now has a stream: its claim is ours, new, or of a process that is gone."""
+def _take(folder: store.OwnedFolder, name: str, of_the_dead: bool) -> bool:
+    """Whether this process now has a stream: its claim is new, or ours, or else that ``of_the_dead``."""
     for _ in range(2):
-        try:
+        with contextlib.suppress(ForeignFiles):
             descriptor = folder.create(name, 0o644)
-        except ForeignFiles:
-            if not folder.owns(name):
-                return False
-            owner = (folder.path / name).read_text()  # empty: another process is just claiming it
-            if owner == str(os.getpid()):
-                return True
-            if not owner.isdecimal() or psutil.pid_exists(int(owner)) or not folder.remove(name):
-                return False
-            continue
-        os.write(descriptor, str(os.getpid()).encode())
-        os.close(descriptor)
-        return True
+            os.write(descriptor, str(os.getpid()).encode())
+            os.close(descriptor)
+            return True
+        if not of_the_dead or not folder.owns(name):
+            return False
+        owner = (folder.path / name).read_text()  # empty: another process is just claiming it
+        if owner == str(os.getpid()):
+            return True
+        if not owner.isdecimal() or psutil.pid_exists(int(owner)) or not folder.remove(name):
+            return False
     return False
 
 
