@@ -300,34 +300,6 @@ def test_a_batch_the_disk_has_no_room_for_is_taken_back_and_writing_goes_on(tmp_
     assert path.read_bytes() == b'{"n":0}\n{"n":3}\n'
 
 
-def test_a_torn_line_that_cannot_be_taken_back_stays_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "lines.jsonl"
-    writer = store.LineWriter(path)
-    writer.write([{"n": 0}])
-    real = os.write
-    calls = 0
-
-    def full(fd: int, data: bytes) -> int:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(fd, data[:4])
-
-    def broken(fd: int, length: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        patch.setattr(os, "ftruncate", broken)
-        with pytest.raises(RunFolderError, match="No space left") as caught:
-            writer.write([{"n": 1}])
-        assert caught.value.remedy is not None
-        assert "Free some space" in caught.value.remedy
-    writer.write([{"n": 2}])  # does nothing: it would be glued to the torn line
-    assert path.read_bytes() == b'{"n":0}\n{"n"'
-
-
 def test_a_json_file_holds_the_old_content_when_the_new_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -271,7 +270,7 @@ THROTTLE_REASONS = (
 # A driver before 535 knows them by their old name.
 _CLOCK_EVENTS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 
-# The energy counter takes an H200 5 to 12 ms. Each GPU is asked in its turn, and the readings between have None.
+# The energy counter takes an H200 5 to 12 ms. All GPUs are asked now and then, and the readings between have None.
 _ENERGY_SHARE = 0.001
 
 
@@ -321,28 +320,20 @@ class Gpus:
         self.cuda = None if not version else f"{version // 1000}.{version % 1000 // 10}"
         self._devices, self.why_none = find_devices(nvml, environ, clock)
         self._processes = GpuProcesses(nvml, root_pid)
-        self._with_energy = deque(self._devices)
         self._energy_limit = RateLimit(_ENERGY_SHARE, clock=clock)
 
     def read(self) -> tuple[GpuReading, ...]:
         """One reading of each GPU; a GPU that the driver lost stays in the list with ``lost=True``."""
         if self._nvml is None:
             return ()
-        asks_energy = self._whose_energy()
+        asks_energy = self._energy_limit.due()
         readings: list[GpuReading] = []
         for device in self._devices:
             try:
-                readings.append(self._read_device(self._nvml, device, device is asks_energy))
+                readings.append(self._read_device(self._nvml, device, asks_energy))
             except GpuLost:
                 readings.append(GpuReading(device.uuid, device.index, device.name, lost=True))
         return tuple(readings)
-
-    def _whose_energy(self) -> Device | None:
-        """The device that waited longest, when its energy may be asked for."""
-        if not self._with_energy or not self._energy_limit.due():
-            return None
-        self._with_energy.rotate(-1)
-        return self._with_energy[-1]
 
     def _read_device(self, nvml: Nvml, device: Device, asks_energy: bool) -> GpuReading:
         module, handle, board = nvml.module, device.handle, device.board

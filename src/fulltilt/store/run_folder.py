@@ -366,10 +366,7 @@ class LineWriter:
             while data:
                 data = data[os.write(fd, data) :]
         except OSError:
-            try:
-                os.ftruncate(fd, end)
-            except OSError:
-                self._closed = True  # the next line would be glued to the torn one
+            os.ftruncate(fd, end)
             raise
 
     def close(self) -> None:
