@@ -124,9 +124,8 @@ def _cell_of(filename: str) -> str | None:
     return label[1] if label else None
 
 
-PACKAGE = Path(__file__).parents[1]
 # Only what stands between the script and torch. A script may well call the rest of Fulltilt itself.
-BETWEEN = (str(PACKAGE / "recorder"), str(PACKAGE / "tuning" / "live"))
+BETWEEN = (f"{_HOME}recorder/", f"{_HOME}tuning/live/")
 
 
 def leave_out_ours(error: BaseException | None) -> None:

@@ -318,7 +318,7 @@ def write_text(path: Path, text: str, again: bool = False, signature: bytes | No
     data = text.encode(errors="backslashreplace")
     try:
         if (owned := OwnedFolder.around(path)) is not None:
-            owned.write(_absolute(path), data, PRIVATE, again)
+            owned.write(path, data, PRIVATE, again)
         else:
             write_named_file(path, data, PRIVATE, signature)
     except OSError as error:
@@ -335,7 +335,7 @@ class LineWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._absolute = _absolute(path)  # the job may change its working folder
+        self._absolute = Path(os.path.abspath(path))  # noqa: PTH100 - the job may go elsewhere; no link is followed
         self._closed = False
         try:
             self._owner = OwnedFolder.around(path)
@@ -386,10 +386,6 @@ def _opened(path: Path, more: int = 0) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _absolute(path: Path) -> Path:
-    return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
