@@ -16,6 +16,7 @@ from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import LoopFrames, StackView
 from fulltilt.recorder.stacks.stack_sampler import (
     EARLY_SAMPLE_EVERY_S,
+    LATE_NS,
     WEIGHT_OF_EARLIER_S,
     KindWeights,
     StackSampler,
@@ -67,6 +68,7 @@ class FakeRecorder:
     loop_frames: LoopFrames = field(default_factory=LoopFrames)
     activity: Activity = Activity.REST
     left: Activity = Activity.USER
+    left_after: Activity = Activity.USER
     last_switch_ns: int = 0
     usual_step_s: float = 0.005
     training: bool = True
@@ -96,7 +98,7 @@ def test_samples_at_rest_name_lines_and_divide_nothing(recorder: FakeRecorder) -
     sampler = StackSampler(recorder)
     for _ in range(3):
         recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS  # a step has just ended
-        sampler.take(EARLY_SAMPLE_EVERY_S)
+        sampler.take(0, EARLY_SAMPLE_EVERY_S)
     assert [weight for _, _, weight in recorder.state.lines] == [EARLY_SAMPLE_EVERY_S] * 3
     assert not sampler.split()  # the measured steps tell how these divide
 
@@ -105,7 +107,7 @@ def test_a_long_step_at_rest_is_sampled_all_the_time(recorder: FakeRecorder) -> 
     sampler = StackSampler(recorder)
     recorder.rest.booked_ns = time.perf_counter_ns() - 20 * LONG_STEP_NS
     for _ in range(3):
-        sampler.take(EARLY_SAMPLE_EVERY_S)
+        sampler.take(0, EARLY_SAMPLE_EVERY_S)
     weights = [weight for _, _, weight in recorder.state.lines]
     assert len(weights) == 3
     assert weights[0] >= 20 * LONG_STEP_NS * 1e-9  # the first stands for all of it so far
@@ -139,7 +141,7 @@ def test_a_hook_that_holds_backward_up_is_told_from_torchs_own_part() -> None:
         time.sleep(0.001)
     recorder = FakeRecorder(thread.ident, activity=Activity.BACKWARD)
     sampler = StackSampler(recorder)
-    sampler.take(EARLY_SAMPLE_EVERY_S)
+    sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     done.append(True)
     thread.join()
     assert sampler._backward == {"host": pytest.approx(EARLY_SAMPLE_EVERY_S)}
@@ -152,8 +154,19 @@ def test_a_late_sample_of_what_began_after_it_weighs_nothing(recorder: FakeRecor
     sampler = StackSampler(recorder)
     sampler._last_ns -= 10**9
     recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
-    sampler.take(EARLY_SAMPLE_EVERY_S)
+    sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     assert [weight for _, _, weight in recorder.state.lines] == [0.0]
+
+
+def test_a_sample_that_was_missed_stands_for_nothing_where_late_looks_weigh_nothing(recorder: FakeRecorder) -> None:
+    """It was a division by zero, and all that the observer had to do then was left out."""
+    sampler = StackSampler(recorder)
+    sampler._last_ns -= 10**9
+    recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
+    sampler.take(time.perf_counter_ns() - LATE_NS, EARLY_SAMPLE_EVERY_S)
+    recorder.activity, recorder.left = Activity.OPTIMIZER, Activity.USER
+    sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+    assert weight_of(sampler.split()) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -172,7 +185,7 @@ def test_on_a_gpu_what_torch_does_for_long_is_no_launching_from_its_beginning(
     for length_ms in (5, 14):
         now_ns = began_ns + length_ms * 1_000_000
         monkeypatch.setattr(time, "perf_counter_ns", lambda now_ns=now_ns: now_ns)
-        sampler.take(0.01)
+        sampler.take(now_ns, 0.01)
     assert sampler.split() == {}  # no mark has come yet that ends the stretch
     recorder.intervals.since_ns = began_ns + lasted_ms * 1_000_000
     assert sampler.split() == {key: {kind: pytest.approx(0.02)}}
@@ -204,7 +217,7 @@ def test_what_is_done_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_ne
     sampler = StackSampler(recorder)
     recorder.activity, recorder.left = Activity.USER, Activity.OPTIMIZER
     for _ in range(3):
-        sampler.take(EARLY_SAMPLE_EVERY_S)
+        sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     assert sampler.split() == (
         {Activity.OPTIMIZER: {seen: pytest.approx(3 * EARLY_SAMPLE_EVERY_S)}} if in_model else {}
     )

@@ -68,7 +68,7 @@ class Recorder:
         self._sampler = StackSampler(self)
         self._spans = SpanBuilder(t0_ns, state, self._sampler)
         self._write_every_s = WRITE_EVERY_S * max(state.world_size / RANKS_A_SECOND, 1)
-        self.left = Activity.USER  # what the training thread did before its present activity
+        self.left = self.left_after = Activity.USER
         self._out: RankFiles | None = None
         self.last_switch_ns = time.perf_counter_ns()
         self._lock_turns = LockTurns()
@@ -108,7 +108,8 @@ class Recorder:
         self.last_switch_ns = now
         before = self.activity
         if before is not activity:
-            self.left, self.activity = before, activity
+            self.left_after, self.left = self.left, before
+            self.activity = activity
         return before
 
     def stepped(self) -> None:
@@ -216,13 +217,14 @@ class Recorder:
             every_s = self._lock_turns.every_s(self._sampler.usually_every_s)
             pause_s = every_s * (0.5 + jitter.random())
             self._lock_turns.begin_wait(self._cpu_clock)
+            due_ns = time.perf_counter_ns() + int(pause_s * 1e9)
             time.sleep(pause_s)  # waiting for an Event with a time limit takes the interpreter lock twice as long
             self._lock_turns.end_wait()
             if self._stop.is_set() or os.getpid() != self.pid:
                 return
             try:
                 ruins_nothing = ruins_nothing or (self.clock is not None and cuda_capture.use_thread_local_mode())
-                self._sampler.take(every_s)
+                self._sampler.take(due_ns, every_s)
                 self.state.threads.sample()
                 now = time.monotonic()
                 if now >= next_drain:

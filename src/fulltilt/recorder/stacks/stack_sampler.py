@@ -24,6 +24,8 @@ EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 400, 0.005
 # some twenty seconds, when the usual is known and what is rare has to last to matter, and while the recorder rests.
 MANY_SAMPLES, LATER_SAMPLE_EVERY_S = 2400, 0.04
 MANY_SAMPLES_AT_REST, LATER_AT_REST_EVERY_S = 800, 0.1
+# A sample is late when it had to wait for the interpreter lock.
+LATE_NS = 300_000
 # What was seen before the present window weighs as much as this many seconds of samples.
 WEIGHT_OF_EARLIER_S = 4 * SAMPLE_EVERY_S
 NS = 1e-9
@@ -56,6 +58,7 @@ class StackSampler:
         self._every_s = EARLY_SAMPLE_EVERY_S
         self._after: dict[Activity, KindWeights] = {}
         self._backward = KindWeights()
+        self._late: Totals[str] = Totals()
         self._long_step_ns = 0  # when the long step began that the last sample at rest saw
         self._taken = 0
         self._pending: list[Pending] = []
@@ -69,8 +72,8 @@ class StackSampler:
             return LATER_AT_REST_EVERY_S if self._taken > MANY_SAMPLES_AT_REST else LATER_SAMPLE_EVERY_S
         return LATER_SAMPLE_EVERY_S if self._taken > MANY_SAMPLES else SAMPLE_EVERY_S
 
-    def take(self, every_s: float) -> None:
-        """One sample of the training thread's stack, that stands for ``every_s``."""
+    def take(self, due_ns: int, every_s: float) -> None:
+        """One sample of the training thread's stack, due at ``due_ns``, that stands for ``every_s``."""
         recorder = self._recorder
         self._every_s = every_s
         self._taken += recorder.training
@@ -86,6 +89,9 @@ class StackSampler:
         if activity is Activity.BACKWARD and training and recorder.clock is None:
             self._take_in_backward()
             return
+        slipped = activity is not Activity.USER and recorder.left is Activity.USER
+        if training and slipped and recorder.last_switch_ns > due_ns:
+            self._missed()
         if not training or not (activity is Activity.USER or recorder.state.wants_lines(activity)):
             return
         after = recorder.left
@@ -103,6 +109,8 @@ class StackSampler:
         if activity is not Activity.USER:
             recorder.state.sampled(activity, view, weight_s)
             return
+        if now_ns - due_ns > LATE_NS:
+            self._late[view.kind] += weight_s
         if recorder.clock is not None or (after is Activity.OPTIMIZER and self._is_undecided(view)):
             self._pending.append(Pending(now_ns, after, view, weight_s))
             return
@@ -212,6 +220,15 @@ class StackSampler:
 
     def _add(self, after: Activity, kind: str, weight_s: float) -> None:
         self._after.setdefault(after, KindWeights())[kind] += weight_s
+
+    def _missed(self) -> None:
+        """A sample that was due in the user's own code came when that had ended: the interpreter lock was held.
+
+        It stands for such code as other late samples did see.
+        """
+        total = sum(self._late.values())
+        for kind, weight in self._late.items() if total else ():
+            self._add(self._recorder.left_after, kind, self._every_s * weight / total)
 
     def split(self, under_way: bool = False) -> Mapping[Activity, Totals[str]]:
         """How the user's own time divides, by the activity that it came after; long stretches apart.
