@@ -20,7 +20,7 @@ hoard = []
 while megabytes_in_use() < int(sys.argv[1]):
     hoard.append(torch.ones(1_000_000))
 loader = DataLoader(TensorDataset(torch.randn(16000, 512), torch.randint(4, (16000,))), batch_size=16)
-model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 4))
+model = torch.nn.Sequential(torch.nn.Linear(512, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 for inputs, labels in loader:
