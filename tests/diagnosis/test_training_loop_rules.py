@@ -218,6 +218,16 @@ def test_a_fetch_that_grows_in_the_training_thread_is_named_by_its_line() -> Non
     assert finding.fix.startswith("sum(self.seen) at data.py:9 takes longer the longer the job runs")
 
 
+def test_a_line_that_makes_batches_is_no_code_of_the_loop() -> None:
+    """A pipe that a generator reads was told twice, and the log beside it not at all."""
+    reads = HotLine("train.py:14", "frames", 48.0, "pipe.read(size)")
+    logs = HotLine("train.py:37", "<module>", 18.0, "json.dumps(row)")
+    made = rank(loaders=(), host_lines=(reads, logs), drawing_lines=(reads,))
+    findings = answer(run_of(made, data_wait=50.0, host_code=20.0, compute=30.0)).findings
+    where = {one.code: one.where for one in findings}
+    assert (where["input_serial"], where["host_code"]) == ("train.py:14", "train.py:37")
+
+
 def test_live_tuning_does_not_hide_that_a_line_grows() -> None:
     line = HotLine("train.py:16", "smooth", 21.0, "for value in h")
     live = LiveRecord(1, "settled", "", Settings(), Settings(), moves=(LiveMove(Settings(num_workers=2), 1.0, "kept"),))

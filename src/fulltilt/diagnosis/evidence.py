@@ -161,8 +161,15 @@ class Evidence:
 
     @property
     def host_lines(self) -> tuple[HotLine, ...]:
-        """The lines of the pace-setting rank that cost host time, the costliest first."""
-        return tuple(sorted(self.rank.host_lines, key=lambda line: -line.seconds))
+        """The lines of the pace-setting rank that cost host time, the costliest first; none that make batches."""
+        drawing = {(line.where, line.function) for line in self.rank.drawing_lines}
+        own = (line for line in self.rank.host_lines if (line.where, line.function) not in drawing)
+        return tuple(sorted(own, key=lambda line: -line.seconds))
+
+    @property
+    def drawing_lines(self) -> tuple[HotLine, ...]:
+        """Where no loader brings the batches: the lines that make them or wait for them, the costliest first."""
+        return self.rank.drawing_lines or self.host_lines
 
     @property
     def slowdown(self) -> ledgers.Slowdown | None:

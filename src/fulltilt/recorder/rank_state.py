@@ -126,6 +126,7 @@ class RankState:
         self._host_growth = LineGrowth(self.host_lines)
         self._compute_lines = LineTimes()
         self.operations: int | None = None
+        self._drawing_lines = LineTimes()
         self._drawn_from = LineTimes()
         self._loop_calls = LineTimes()
         self.sync_lines = LineTimes()
@@ -195,10 +196,12 @@ class RankState:
                 waiting.sampler_lines.add(view, weight_s)
         elif view.kind in ("host", "data_wait"):
             self.host_lines.add(view, weight_s)
+            if view.kind == "data_wait":
+                self._drawing_lines.add(view, weight_s)
             if view.drawn_from is not None:
                 where, generator, call = view.drawn_from
                 self._drawn_from.charge(where, generator, weight_s, call)
-            if view.called_at is not None:
+            if view.called_at is not None and view.kind == "host":
                 where, function, call = view.called_at
                 self._loop_calls.charge(where, function, weight_s, call)
         elif view.kind == "torch":
@@ -301,6 +304,7 @@ class RankState:
             loaders=tuple(tap.record(tap.loader_id in trained) for tap in self.taps.all),
             workers=self._worker_records(),
             host_lines=self.host_lines.top(),
+            drawing_lines=self._drawing_lines.top(),
             growing_lines=self._host_growth.top(self.steps),
             compute_lines=() if on_gpu else self._compute_lines.top(),
             operations=None if on_gpu else self.operations,

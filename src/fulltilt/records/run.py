@@ -601,6 +601,7 @@ class RankRecord:
     loaders: tuple[LoaderRecord, ...] = ()
     workers: tuple[WorkerRecord, ...] = ()
     host_lines: tuple[HotLine, ...] = ()
+    drawing_lines: tuple[HotLine, ...] = ()  # those of them that make batches or wait for them, without a loader
     growing_lines: tuple[HotLine, ...] = ()  # what they cost beyond what they cost in the early steps
     compute_lines: tuple[HotLine, ...] = ()  # lines from which torch computes on the CPU, backward left out
     operations: int | None = None  # in autograd's graph of one backward on the CPU, counted once, up to a bound

@@ -196,7 +196,7 @@ def _slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
 
 def _made_by_hand(evidence: Evidence) -> Finding:
     """A job without a loader: the training thread makes each batch, or waits for what the script makes elsewhere."""
-    line = costliest_line(evidence) if evidence.loader else next(iter(evidence.host_lines), None)
+    line = costliest_line(evidence) if evidence.loader else next(iter(evidence.drawing_lines), None)
     where = line.where if line else None
     costs = [line_cost(line)] if line else []
     if line and line.waits:
@@ -231,7 +231,7 @@ def _made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
     """A generator that takes its time with what a loader gave it."""
     wait_s = evidence.buckets.data_wait_s
     behind_s = waited_behind_loaders_s(evidence.rank, wait_s)
-    line = next(iter(evidence.host_lines), None)
+    line = next(iter(evidence.drawing_lines), None)
     where = line.where if line else None
     facts = [
         f"{percent(behind_s / wait_s)} of it is the script's own generator, behind the loader{at(loader.where)}",
@@ -252,7 +252,7 @@ def _made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
 def _drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
     """A loader without workers that a thread of the script's draws from: one worker would do no more than it does."""
     workers = max(unplanned_workers(evidence), 2)
-    line = next((line for line in evidence.host_lines if line.waits), None)
+    line = next((line for line in evidence.drawing_lines if line.waits), None)
     facts = [
         "num_workers=0: a thread of the script's own fetches one batch after another, beside the training",
         *([line_cost(line)] if line else []),
