@@ -199,6 +199,23 @@ def test_what_is_counted_in_a_class_or_a_module_is_a_reason_against_workers(kind
     assert "changes as it is read" in str(verdict_of(kind(None)))
 
 
+def test_an_attribute_that_is_called_like_a_global_of_the_training_loop_is_not_that() -> None:
+    """`self.a` in a data set, and a stopwatch `a = time.perf_counter()` around its batches: it was left alone."""
+
+    class Named(Holding):
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor(self.NOTED + index)
+
+        NOTED = 1
+
+    def digest() -> bytes:
+        return Pickled(Named(None), is_batch=False).digest
+
+    before = digest()
+    NOTED.append(1)
+    assert digest() == before
+
+
 def test_a_fetch_that_moves_the_generators_draws_random_numbers() -> None:
     class Rarely(Holding):
         def __getitem__(self, index: int) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import dis
 import hashlib
 import io
 import math
@@ -274,7 +275,8 @@ def _file_of(code: types.FunctionType | type) -> str:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+    """The globals that code reads or writes; in ``co_names`` are attributes, too, which may be called alike."""
+    yield from (str(step.argval) for step in dis.get_instructions(code) if step.opname.endswith(("_GLOBAL", "_NAME")))
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from _names(inner)
