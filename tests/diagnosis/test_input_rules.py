@@ -255,7 +255,9 @@ def test_cpus_that_the_job_fills_leave_a_first_worker_nothing_to_win() -> None:
     )
     for used_pct, predicted in ((None, (1.02, 1.25)), (180.0, (1.0, 1.2)), (100.0, (1.02, 1.25))):
         busy = replace(run, samples=sampled(host_reading=host(tree_cpu_pct=used_pct)))
-        assert found(input_serial(gather(busy))).predicted_speedup == predicted
+        finding = found(input_serial(gather(busy)))
+        assert finding.predicted_speedup == predicted
+        assert ("he job keeps 1.8 of its 2 CPUs busy without more workers" in finding.fix) == (used_pct == 180.0)
 
 
 def test_a_compute_heavy_cpu_job_leaves_the_loader_little() -> None:

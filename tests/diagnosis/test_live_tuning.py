@@ -7,7 +7,7 @@ from dataclasses import replace
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import gather
 from fulltilt.diagnosis.rules.live_tuning import live_settings, live_words
-from fulltilt.records import Diagnosis, LiveMove, LiveRecord, Settings
+from fulltilt.records import Diagnosis, HotLine, LiveMove, LiveRecord, Settings
 from tests.diagnosis.examples import loader, machine, rank, run_of, workers
 
 BEFORE = Settings(num_workers=0, pin_memory=False)
@@ -77,6 +77,19 @@ def judged(live: LiveRecord, num_workers: int = 4) -> Diagnosis:
     at_work = loader(num_workers=num_workers, prefetch_factor=2, persistent_workers=True, wait_s=47.0, wait_cpu_s=1.0)
     record = rank(loaders=(at_work,), workers=(workers(),), live=(live,))
     return answer(run_of(record, on=machine(8.0), data_wait=47.0, compute=53.0))
+
+
+def test_a_lock_that_workers_share_is_told_whatever_number_of_them_was_kept() -> None:
+    """Three workers were kept for 1.03 times, and the lock was not named any more."""
+    lock = HotLine("data.py:16", "D.__getitem__", 150.0, "with self.lock", waits=True)
+    made = rank(
+        loaders=(loader(num_workers=4, wait_s=60.0),),
+        workers=(workers(lines=(lock,)),),
+        live=(CUT_OFF,),
+    )
+    finding = answer(run_of(made, on=machine(8.0), data_wait=60.0, compute=40.0)).findings[0]
+    assert finding.fix.startswith("with self.lock at data.py:16 lets one process at a time through")
+    assert any("live tuning tried 4 workers" in fact for fact in finding.evidence)
 
 
 def test_a_run_that_ends_in_a_trial_tells_what_was_proven_and_what_was_not() -> None:

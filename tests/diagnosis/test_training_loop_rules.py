@@ -218,6 +218,14 @@ def test_a_fetch_that_grows_in_the_training_thread_is_named_by_its_line() -> Non
     assert finding.fix.startswith("sum(self.seen) at data.py:9 takes longer the longer the job runs")
 
 
+def test_calls_of_torch_are_not_said_to_work_on_numbers() -> None:
+    for call, numbers in (("torch.linalg.svdvals(v)", False), ("np.quantile(w, q)", False), ("total(rows)", True)):
+        line = HotLine("train.py:17", "after", 60.0, call)
+        fix = found(host_code(gather(run_of(rank(host_lines=(line,)), host_code=60.0, compute=40.0)))).fix
+        assert fix.startswith(f"{call} at train.py:17: take it out of the step")
+        assert ("numbers in Python" in fix) == numbers
+
+
 def test_a_line_that_makes_batches_is_no_code_of_the_loop() -> None:
     """A pipe that a generator reads was told twice, and the log beside it not at all."""
     reads = HotLine("train.py:14", "frames", 48.0, "pipe.read(size)")

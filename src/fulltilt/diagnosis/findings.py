@@ -128,6 +128,7 @@ def time_spent(evidence: Evidence, what: str, cost_s: float) -> str:
     )
 
 
+WORKERS_SHARE_LOCK = "Data loading: workers wait for one lock"
 OTHERS_TAKE_CPUS = (
     "Other processes on the machine take the CPUs: give the job CPUs of its own (a cgroup, Slurm's --cpus-per-task and "
     "--exclusive), or end them."

@@ -9,6 +9,7 @@ from dataclasses import replace
 from fulltilt.diagnosis.evidence import Evidence, training_loaders, waited_behind_loaders_s
 from fulltilt.diagnosis.findings import (
     OTHERS_TAKE_CPUS,
+    WORKERS_SHARE_LOCK,
     Gain,
     Judgement,
     Severity,
@@ -89,6 +90,11 @@ def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
     if evidence.supply is not None and evidence.supply.waits and plan.advised > evidence.usable_cpus:
         more = "" if plan.needed <= plan.advised else f", and {plan.needed} would hide all of it"
         return f"such workers wait and take next to no CPU: there may be more of them than CPUs{more}"
+    if plan.crowds:
+        return (
+            f"the job keeps {number((evidence.host.tree_cpu_pct or 0.0) / 100)} of its {cpus(evidence.usable_cpus)} "
+            "busy without more workers: they take them from the training, and may win nothing or less (measure it)"
+        )
     room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
     if plan.needed <= plan.allowed:
         return f"{count('worker', plan.needed)} would hide it; {room}"
@@ -366,8 +372,7 @@ def _contended_lock(evidence: Evidence, code: FindingCode) -> Finding | None:
         f"{line.call}{at(line.where)} lets one process at a time through, and more workers would queue there, too. "
         "Hold the lock for less, or give each worker a file, a handle or a connection of its own."
     )
-    title = "Data loading: workers wait for one lock"
-    return _waiting(evidence, code, facts, fix, line.where, _line_gain(evidence, line), title=title)
+    return _waiting(evidence, code, facts, fix, line.where, _line_gain(evidence, line), title=WORKERS_SHARE_LOCK)
 
 
 # --------------------------------------------------------------------------- handing over

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import (
     OTHERS_TAKE_CPUS,
+    WORKERS_SHARE_LOCK,
     Gain,
     Judgement,
     at,
@@ -48,6 +49,8 @@ def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
         fix = f"Run it longer with --auto, or once without: it had only begun to try {settings_words(trial)}."
         facts = tuple(_facts(evidence, live))
         return replace(judgement, code=code, evidence=facts, fix=fix, predicted_speedup=gain_without_wait(evidence))
+    if judgement.title == WORKERS_SHARE_LOCK:
+        return replace(judgement, evidence=(*judgement.evidence, *_facts(evidence, live)[1:]))
     serial = live.before.num_workers == 0 and judgement.code in _INPUT
     return replace(
         judgement,

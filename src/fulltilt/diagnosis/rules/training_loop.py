@@ -64,7 +64,8 @@ def slowing_down(evidence: Evidence) -> Judgement:
     place = f"{lines[0].call or lines[0].function}{at(where)}" if lines else BUCKET_WORDS[slower.bucket]
     fix = (
         f"{place} takes longer the longer the job runs: look for what grows and is gone through each time (a list, a "
-        "file, a log). Go through it once an epoch, keep a running sum, or bound it (collections.deque(maxlen=...))."
+        "file, a log). Go through it once an epoch, keep a running sum, or bound it (collections.deque(maxlen=...)). "
+        "If it only began in the middle of the job, do it more seldom or in another way."
     )
     # At least what this run lost; what one that goes on would win is the late step over the early one.
     later = 1.0 if evidence.is_tuned else slower.late_s / slower.early_s
@@ -188,8 +189,12 @@ def _speed_up_line(line: HotLine, call: HotLine, share: float, seldom: bool, fed
         advice = _ENVIRONMENT
     if seldom and "{every}" in advice:
         advice = _SELDOM
+    if advice is _OTHERWISE and re.search(r"\b(torch|np|numpy|linalg)\.", text):
+        advice = advice.partition(", or work on whole tensors")[0]  # it does
     every = next((n for n in (10, 20, 50) if share / n <= 0.01), 100)
-    place = call if advice in (_OTHERWISE, _SELDOM) else line  # one line of a function is not to be done more seldom
+    place = (
+        call if advice == _SELDOM or _OTHERWISE.startswith(advice) else line
+    )  # one line of a function is not to be done more seldom
     return f"{place.call or place.function}{at(place.where)}: {advice.format(every=every)}."
 
 

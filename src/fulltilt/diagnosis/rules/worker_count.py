@@ -14,13 +14,17 @@ from fulltilt.records import Abstention, FindingCode
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """``needed`` workers would hide loading altogether; ``allowed`` is what the CPUs carry; ``advised`` obeys both."""
+    """``needed`` workers would hide loading altogether; ``allowed`` is what the CPUs carry; ``advised`` obeys both.
+
+    ``crowds``: the job keeps its CPUs busy without them.
+    """
 
     now: int
     needed: int
     allowed: int
     advised: int
     gain: Gain
+    crowds: bool = False
 
     @property
     def raises(self) -> bool:
@@ -54,12 +58,14 @@ def plan_workers(evidence: Evidence) -> WorkerPlan | None:
     cautious, hopeful = (full_cpu_rate(evidence, supply, rate, taken) / rate for taken in (threads, 1.0))
     # Whatever the error of the rates: no loader wins more than the time that training waits for it.
     least, most = min(low, cautious) * (1 - LIMITS.rate_error), min(high, hopeful) * (1 + LIMITS.rate_error)
+    crowds = False
     if (room := _cpu_room(evidence, supply)) is not None:
         most = min(most, room * (1 + LIMITS.rate_error))
         # Threads of one operation wait for each other: a worker that takes a CPU from one of them holds up all.
-        least = least if room >= LIMITS.cpu_room else 1.0
+        crowds = room < LIMITS.cpu_room
+        least = 1.0 if crowds else least
     predicted = by_speeding_up(evidence.share(evidence.drawing_s), *gain(least, most, cap=unhindered))
-    return WorkerPlan(supply.workers, needed, allowed, advised, predicted)
+    return WorkerPlan(supply.workers, needed, allowed, advised, predicted, crowds)
 
 
 def _cpu_room(evidence: Evidence, supply: Supply) -> float | None:
