@@ -199,6 +199,7 @@ def conduct(
         why = "stopped" if stopped else "the time was over before everything was tried"
         allowed = ["--allow", ",".join(sorted(allow))] if allow else []
         allowed += ["--in-place"] if isolation.kind == "none" else []
+        allowed += ["--apply"] if apply else []
         again = shlex.join(["fulltilt", "tune", "--out", str(folder), *allowed, *arguments])
         kept = "what was learned is kept" if study.trials else "no trial has ended yet"
         _say(f"{why}; {kept}. Go on with:")
