@@ -99,6 +99,11 @@ def test_shared_memory_is_measured(tmp_path):
     assert total >= free > 0
 
 
+def test_a_system_without_load_still_answers(monkeypatch):
+    monkeypatch.delattr(os, "getloadavg", raising=False)
+    assert HostProbe().read().load_1min is None
+
+
 # --------------------------------------------------------------------------- the process tree
 
 
@@ -171,6 +176,7 @@ def test_memory_falls_back_where_pss_is_not_told(monkeypatch):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as alone:
         time.sleep(0.5)
         monkeypatch.setattr("fulltilt.probes.host.open", unreadable, raising=False)
+        monkeypatch.setattr(psutil.Process, "memory_full_info", unreadable)
         size = ProcessTree(alone.pid).pss_bytes()
         monkeypatch.undo()
         assert size == pytest.approx(psutil.Process(alone.pid).memory_info().rss, rel=0.2)
@@ -197,7 +203,7 @@ def test_with_many_processes_memory_is_measured_in_turns(monkeypatch):
     assert sorted(measured[:8]) == list(range(8)), "none is measured twice before each was measured once"
     for _ in range(50):
         tree.pss_bytes()
-    assert len(measured) <= 14, "a quarter of a second at once, then measuring again is rationed"
+    assert len(measured) <= 9, "measuring again is rationed"
     del members[3]
     assert tree.pss_bytes() == 700
 
@@ -207,7 +213,7 @@ def test_the_stalest_process_is_measured_again_first(monkeypatch):
     monkeypatch.setattr("fulltilt.probes.host.proportional_bytes", lambda pid: measured.append(pid) or 1)
     tree = ProcessTree(1)
     monkeypatch.setattr(tree, "_walk", lambda: {pid: pid for pid in range(3)})
-    monkeypatch.setattr(tree._pss_limit, "due", lambda: True)
+    monkeypatch.setattr(tree._next_pss, "due", lambda: True)
     tree.pss_bytes()
     tree.pss_bytes()
     assert measured == [0, 1, 2, 0, 1, 2]

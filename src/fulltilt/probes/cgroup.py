@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,12 +65,17 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _quota_of(group: Path) -> float | None:
-    words = _words(group / "cpu.max")  # "50000 100000" or "max 100000"; version 1 has two files, and -1 for no quota
-    words = words or [*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")]
-    with contextlib.suppress(ValueError):
-        quota, period = map(int, words)
-        return quota / period if quota > 0 and period > 0 else None
-    return None
+    second = _words(group / "cpu.max")  # "50000 100000" or "max 100000"
+    quota, period = second if len(second) == 2 else _first_version(group)
+    try:
+        return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
+    except ValueError:
+        return None
+
+
+def _first_version(group: Path) -> tuple[str, str]:
+    quota, period = _words(group / "cpu.cfs_quota_us"), _words(group / "cpu.cfs_period_us")
+    return (quota or ["-1"])[0], (period or ["100000"])[0]  # -1 is no quota
 
 
 class MemoryGroup:
@@ -92,9 +96,7 @@ class MemoryGroup:
         words = _words(self._folder / "memory.current") or _words(self._folder / "memory.usage_in_bytes")
         if not words or not words[0].isdigit():
             return None
-        # Version 1 has both names; the second counts the groups below too, as the use does.
-        statistics = _figures(self._folder / "memory.stat")
-        cache = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
+        cache = _statistic(self._folder / "memory.stat", ("inactive_file", "total_inactive_file"))
         return max(0, int(words[0]) - cache)
 
 
@@ -102,15 +104,24 @@ def oom_kills(root: Path = Path("/")) -> int | None:
     """Processes that the kernel has killed so far for lack of memory: of our own group, else of the whole machine."""
     for folder in _groups("memory", root):
         for file in ("memory.events", "memory.oom_control"):  # version 2 and 1
-            if (kills := _figures(folder / file).get("oom_kill")) is not None:
-                return kills
-    return _figures(root / "proc/vmstat").get("oom_kill")
+            words = _words(folder / file)
+            if "oom_kill" in words[:-1]:
+                return int(words[words.index("oom_kill") + 1])
+    words = _words(root / "proc/vmstat")
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words[:-1] else None
 
 
 def _memory_limit_of(group: Path) -> int | None:
     words = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
     limit = int(words[0]) if words and words[0].isdigit() else _NO_LIMIT_BYTES  # "max" is no limit
     return limit if limit < _NO_LIMIT_BYTES else None
+
+
+def _statistic(file: Path, names: tuple[str, str]) -> int:
+    # Version 1 has both names in one file; the later, "total", counts the groups below too, as the use does.
+    words = _words(file)
+    found = dict(zip(words[::2], words[1::2], strict=False))
+    return int(found.get(names[1]) or found.get(names[0]) or 0)
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
@@ -153,9 +164,3 @@ def _lines(file: Path) -> list[str]:
 
 def _words(file: Path) -> list[str]:
     return " ".join(_lines(file)).split()
-
-
-def _figures(file: Path) -> dict[str, int]:
-    """The figures of a file with a name and a figure in each line."""
-    pairs = (line.split() for line in _lines(file))
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

@@ -21,8 +21,11 @@ from fulltilt.records import CpuCapacity, HostReading
 
 # Walking /proc costs milliseconds on a large machine, and adding up page tables 5 to 10 ms for each GiB of each
 # process. Together they stay under 0.3 % of a core; a first reading of all processes may cost a quarter of a second.
-_WALK_SHARE, _WALK_CREDIT_S = 0.001, 0.02
-_PSS_SHARE, _PSS_CREDIT_S, _PSS_AT_ONCE_S = 0.0015, 0.25, 0.05
+_WALK_SHARE = 0.001
+_WALK_CREDIT_S = 0.02
+_PSS_SHARE = 0.0015
+_PSS_FIRST_CREDIT_S = 0.25
+_PSS_AT_ONCE_S = 0.05
 
 
 class ProcessTree:
@@ -35,7 +38,8 @@ class ProcessTree:
         self.root_pid = root_pid
         self._clock = clock
         self._walks = RateLimit(walk_share, _WALK_CREDIT_S)
-        self._pss_limit = RateLimit(_PSS_SHARE, _PSS_CREDIT_S)
+        self._first_pss = RateLimit(_PSS_SHARE, _PSS_FIRST_CREDIT_S)
+        self._next_pss = RateLimit(_PSS_SHARE)
         self._members: dict[int, psutil.Process] = {}
         self._cpu_s: dict[int, tuple[float, float]] = {}  # pid: (moment, CPU time up to then)
         self._pss: dict[int, tuple[float, int]] = {}  # pid: (moment, bytes)
@@ -66,15 +70,16 @@ class ProcessTree:
         """Memory of the tree with shared pages counted once, so that forked workers are not counted twice.
 
         Each process is measured again in turn as the limit allows; None until each has been measured once.
-        Where the kernel does not tell PSS, the resident set stands for it.
+        Where the kernel does not tell PSS, memory of its own (USS) or its resident set stands for it.
         """
         members = self._walk()
         self._pss = {pid: known for pid, known in self._pss.items() if pid in members}
         deadline_s = time.perf_counter() + _PSS_AT_ONCE_S
         for pid in sorted(members, key=lambda pid: self._pss[pid][0] if pid in self._pss else float("-inf")):
-            if not self._pss_limit.due() or time.perf_counter() >= deadline_s:
+            limit = self._next_pss if pid in self._pss else self._first_pss
+            if not limit.due() or time.perf_counter() >= deadline_s:
                 break
-            with self._pss_limit.spend():
+            with limit.spend():
                 self._pss[pid] = (time.perf_counter(), proportional_bytes(pid))
         return sum(size for _, size in self._pss.values()) if members and len(self._pss) == len(members) else None
 
@@ -98,6 +103,10 @@ def proportional_bytes(pid: int) -> int:
         return page_totals(pid)["Pss"]
     except (OSError, KeyError):
         pass  # not Linux, an old kernel, or the process has gone
+    try:
+        return int(psutil.Process(pid).memory_full_info().uss)
+    except (psutil.Error, OSError, AttributeError):
+        pass
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except (psutil.Error, OSError):
@@ -267,7 +276,7 @@ class HostProbe:
         shm_total_bytes, shm_free_bytes = shared_memory_bytes(self._root)
         return replace(
             self._rates,
-            load_1min=psutil.getloadavg()[0],
+            load_1min=_load_1min(),
             mem_total_bytes=int(memory.total),
             mem_used_bytes=int(memory.total - memory.available) if used is None else used,
             mem_limit_bytes=self._limit_bytes,
@@ -276,3 +285,10 @@ class HostProbe:
             shm_total_bytes=shm_total_bytes,
             shm_free_bytes=shm_free_bytes,
         )
+
+
+def _load_1min() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return None  # Windows has no such figure
