@@ -63,6 +63,13 @@ def serial(cpus: float = 8.0, wait_s: float = 62.0, cpu_s: float = 60.0, **chang
     )
 
 
+def computes_on_two_cpus(wait_s: float) -> Run:
+    """A CPU job of 100 s that loads and computes in turns."""
+    waiting = loader(wait_s=wait_s, wait_cpu_s=wait_s)
+    made = rank(torch_threads=2, loaders=(waiting,))
+    return run_of(made, on=machine(2.0), data_wait=wait_s, compute=100.0 - wait_s)
+
+
 def fed(worker_record: object = None, *, cpus: float = 8.0, wait_s: float = 62.0, **changes: object) -> Run:
     """A GPU job that waits 62 % of its time for the workers of its loader."""
     settings = {"num_workers": 2, "prefetch_factor": 2, "wait_s": wait_s, "wait_cpu_s": 1.0, **changes}
@@ -247,12 +254,7 @@ def test_a_call_that_a_few_lines_make_cheaper_comes_before_workers() -> None:
 
 
 def test_cpus_that_the_job_fills_leave_a_first_worker_nothing_to_win() -> None:
-    run = run_of(
-        rank(torch_threads=2, loaders=(loader(wait_s=20.0, wait_cpu_s=20.0),)),
-        on=machine(2.0),
-        data_wait=20.0,
-        compute=80.0,
-    )
+    run = computes_on_two_cpus(20.0)
     for used_pct, predicted in ((None, (1.02, 1.25)), (180.0, (1.0, 1.2)), (100.0, (1.02, 1.25))):
         busy = replace(run, samples=sampled(host_reading=host(tree_cpu_pct=used_pct)))
         finding = found(input_serial(gather(busy)))
@@ -261,12 +263,7 @@ def test_cpus_that_the_job_fills_leave_a_first_worker_nothing_to_win() -> None:
 
 
 def test_a_compute_heavy_cpu_job_leaves_the_loader_little() -> None:
-    run = run_of(
-        rank(torch_threads=2, loaders=(loader(wait_s=50.0, wait_cpu_s=50.0),)),
-        on=machine(2.0),
-        data_wait=50.0,
-        compute=50.0,
-    )
+    run = computes_on_two_cpus(50.0)
     finding = found(input_serial(gather(run)))
     # If one CPU computes, loading takes half of the time away: 2. If worker and training slow each other down, and the
     # rates are off, less is left of it than of both CPUs computing, (1 + 2) / 2 of the time instead of 2: 1.33.

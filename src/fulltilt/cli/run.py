@@ -207,12 +207,13 @@ class Monitor:
             return
         self._next_tick_s = now + TICK_S
         with contextlib.suppress(Exception):  # the job comes first; a damaged folder is told at the end
-            from fulltilt.report.status_line import status_line
+            from fulltilt.report.status_line import host_line, status_line
 
             self._progress.read()
             self._warn_once()
             if self._bar.on and self._samples:
-                machine = status_line(self._samples[-1]).removeprefix("GPU: n/a | VRAM:n/a | ")
+                last = self._samples[-1]
+                machine = status_line(last) if last.gpus else host_line(last)
                 self._bar.show(f"fulltilt · {self._progress.words()} · {machine}")
 
     def _warn_once(self) -> None:

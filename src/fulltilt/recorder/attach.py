@@ -6,6 +6,7 @@ The environment tells what to do; `fulltilt run` sets it and every Python proces
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import os
 import sys
@@ -58,7 +59,8 @@ def environment(folder: Path, t0_ns: int, settings: Path | None, deep: int) -> d
 def when_torch_is_imported() -> None:
     """Start a session as soon as this process has imported torch."""
     global cpus_at_start
-    cpus_at_start = len(os.sched_getaffinity(0))
+    with contextlib.suppress(AttributeError, OSError):  # before the job: nothing of ours may end it
+        cpus_at_start = len(os.sched_getaffinity(0))
     _told.update((name, value) for name, value in os.environ.items() if name.startswith("FULLTILT_"))
     user_code.began_in()  # before the script goes elsewhere
     sys.meta_path.insert(0, ImportWatcher({"torch": start, **dict.fromkeys(ITERABLES, _watch_iterables)}))

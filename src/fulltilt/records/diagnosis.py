@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fulltilt.records.run import SCHEMA_VERSION, Buckets, GpuProcess, Phases
+from fulltilt.records.machine import GpuProcess
+from fulltilt.records.run import SCHEMA_VERSION, Buckets, Phases
 
 FindingCode = Literal[
     "input_serial",

@@ -14,15 +14,16 @@ def status_line(sample: Sample, gpu_index: int = 0) -> str:
     the guide that the line comes from. RAM is that of the machine, or what a container's limit leaves of it.
     """
     gpu = sample.gpus[gpu_index] if gpu_index < len(sample.gpus) else None
+    use = _percent(gpu.util_pct if gpu else None, 0)
+    vram = _used_of(gpu.vram_used_bytes, gpu.vram_total_bytes) if gpu else "n/a"
+    return f"GPU: {use} | VRAM:{vram} | {host_line(sample)}"
+
+
+def host_line(sample: Sample) -> str:
+    """``CPU: 45.2% | RAM:18.4/64.0GB(28.8%)``: the part of the line that a machine without a GPU has."""
     host = sample.host
-    return " | ".join(
-        (
-            f"GPU: {_percent(gpu.util_pct if gpu else None, 0)}",
-            f"VRAM:{_used_of(gpu.vram_used_bytes, gpu.vram_total_bytes) if gpu else 'n/a'}",
-            f"CPU: {_percent(host.cpu_pct, 1)}",
-            f"RAM:{_used_of(host.mem_used_bytes, host.mem_limit_bytes or host.mem_total_bytes)}",
-        )
-    )
+    ram = _used_of(host.mem_used_bytes, host.mem_limit_bytes or host.mem_total_bytes)
+    return f"CPU: {_percent(host.cpu_pct, 1)} | RAM:{ram}"
 
 
 def sample_lines(sample: Sample) -> list[str]:

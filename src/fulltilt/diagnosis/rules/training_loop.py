@@ -114,10 +114,8 @@ _ENVIRONMENT = (
     "an environment takes its time: let several step side by side, each in a process "
     "(stable-baselines3: make_vec_env(..., n_envs=8, vec_env_cls=SubprocVecEnv); gymnasium: AsyncVectorEnv)"
 )
-_OTHERWISE = (
-    "take it out of the step (once before the training, every {every} steps, in a second thread), or work on whole "
-    "tensors, not on numbers in Python"
-)
+_LESS_OFTEN = "take it out of the step (once before the training, every {every} steps, in a second thread)"
+_OTHERWISE = f"{_LESS_OFTEN}, or work on whole tensors, not on numbers in Python"
 _SELDOM = "it comes seldom and takes long: do it once before the training, more seldom still, or in a second thread"
 
 
@@ -190,10 +188,10 @@ def _speed_up_line(line: HotLine, call: HotLine, share: float, seldom: bool, fed
     if seldom and "{every}" in advice:
         advice = _SELDOM
     if advice is _OTHERWISE and re.search(r"\b(torch|np|numpy|linalg)\.", text):
-        advice = advice.partition(", or work on whole tensors")[0]  # it does
+        advice = _LESS_OFTEN  # it works on whole tensors
     every = next((n for n in (10, 20, 50) if share / n <= 0.01), 100)
     place = (
-        call if advice == _SELDOM or _OTHERWISE.startswith(advice) else line
+        call if advice in (_LESS_OFTEN, _OTHERWISE, _SELDOM) else line
     )  # one line of a function is not to be done more seldom
     return f"{place.call or place.function}{at(place.where)}: {advice.format(every=every)}."
 
