@@ -7,7 +7,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias, TypeVar
 
 import pynvml
@@ -50,7 +50,7 @@ class FakeNvml:
         """Functions of NVML are answered below, all else of its module is the real one."""
         real = getattr(pynvml, name, None)
         if inspect.isfunction(real):
-            return partial(self._call, name, inspect.signature(real))
+            return partial(self._call, name, _signature(real))
         return object.__getattribute__(self, name) if real is None else real
 
     def _call(self, name: str, signature: inspect.Signature, /, *arguments: Any, **named: Any) -> Any:
@@ -164,6 +164,9 @@ class FakeNvml:
         return metricsGet
 
 
+_signature = cache(inspect.signature)  # made anew for each call, it would cost more than what is measured around it
+
+
 def _struct(**fields: int | None) -> Any:
     """What a function of NVML fills in."""
     return pynvml.nvmlFriendlyObject(fields)
@@ -180,8 +183,10 @@ def _address(sample: Any) -> int:
 
 
 def _mean(figure: Figure, start_s: float, end_s: float) -> float:
+    if not callable(figure):
+        return float(figure)
     points = 100
-    return sum(at(figure, start_s + (end_s - start_s) * (k + 0.5) / points) for k in range(points)) / points
+    return sum(figure(start_s + (end_s - start_s) * (k + 0.5) / points) for k in range(points)) / points
 
 
 # --------------------------------------------------------------------------- gpus
