@@ -273,11 +273,6 @@ class Rest:
         self.booked_ns = now_ns
         self._burst = self.plan.measured_calls if self.plan is not None else 1
 
-    def draw(self, loader_id: int, samples: int) -> None:
-        """A batch was drawn."""
-        batches, before = self.drawn.get(loader_id, (0, 0))
-        self.drawn[loader_id] = (batches + 1, before + samples)
-
     def end(self) -> None:
         """Measure again."""
         self.on = False

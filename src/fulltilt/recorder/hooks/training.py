@@ -290,7 +290,7 @@ class StepHooks:
         if self.capture is not None:
             return
         if recorder.rest.on:
-            if id(optimizer) in self._steps_count and self._trains_here():
+            if id(optimizer) in self._steps_count and (recorder.mine() or self._trains_here()):
                 recorder.stepped_at_rest()
             return
         if not self._trains_here() or id(optimizer) not in self._stepping or self._torch.compiler.is_compiling():

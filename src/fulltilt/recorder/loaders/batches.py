@@ -28,10 +28,12 @@ def count_samples(batch: Any, hint: int | None = None, last: int | None = None) 
     ``hint`` is how many indices the sampler asked for, ``last`` for how many in the last batch of a pass. They only
     choose between counts that the batch itself shows.
     """
-    # The common cases first, since this runs for every batch: columns in a tuple, a list or a dict.
+    # The common case first, since this runs for every batch: columns in a tuple, a list or a dict.
     kind = type(batch)
-    columns = batch if kind in (tuple, list) else tuple(batch.values()) if kind is dict else (batch,)
+    columns = batch if kind is list or kind is tuple else tuple(batch.values()) if kind is dict else (batch,)
     shape = getattr(columns[0], "shape", None) if columns else None
+    if shape and hint == shape[0] != 1:
+        return hint
     if hint is None or hint == 1:
         shapes = [() if isinstance(column, NUMBERS) else getattr(column, "shape", None) for column in columns]
         if shape and len(shapes) > 1 and not [other for other in shapes if not other or other[0] != shape[0]]:

@@ -259,23 +259,40 @@ class PassMeter:
     def __init__(self, taps: Drawing, tap: LoaderTap) -> None:
         self._taps = taps
         self._tap = tap
+        self._recorder = taps.recorder
         self._drawing = False
         self.first = True  # the next draw is the first of a pass
 
     def draw(self, source: Any, following: Callable[[Any], Any]) -> Any:
-        """The next batch of ``source``, which ``following`` gives."""
-        taps = self._taps
-        recorder = taps.recorder
+        """The next batch of ``source``, which ``following`` gives.
+
+        At rest it is only counted, here and with few calls: a step of a millisecond pays for each of them.
+        """
+        recorder, tap = self._recorder, self._tap
         if self._drawing or self.passes_on or not recorder.active:
             return following(source)  # the __next__ of a class calls that of its base
         self._drawing = True
         try:
             if threading.get_ident() != recorder.thread_id:
                 return self._from_another_thread(source, following)
-            evaluating = taps.evaluating(self._tap)
-            if recorder.rest.on and not evaluating and not self.first:
-                return self.at_rest(source, following)
-            return self._draw(source, following, evaluating)
+            evaluating = not self._taps.gradients() or (recorder.eval_mode and self._taps.evaluating(tap))
+            rest = recorder.rest
+            if not rest.on or evaluating or self.first:
+                return self._draw(source, following, evaluating)
+            began_ns = time.perf_counter_ns()
+            try:
+                batch = following(source)
+            except BaseException as error:
+                self._ended_at_rest(began_ns, time.perf_counter_ns(), source, isinstance(error, StopIteration))
+                raise
+            ended_ns = time.perf_counter_ns()
+            tap.wait_s += (ended_ns - began_ns) * 1e-9
+            if ended_ns - began_ns > LONG_WAIT_NS:
+                recorder.waited_at_rest(began_ns, ended_ns)
+            samples = self._count(batch)
+            batches, before = rest.drawn.get(tap.loader_id, (0, 0))
+            rest.drawn[tap.loader_id] = (batches + 1, before + (samples or 0))
+            return batch
         finally:
             self._drawing = False
 
@@ -325,22 +342,6 @@ class PassMeter:
         else:
             taps.feeding, taps.unused = tap, True
             recorder.calibrate_if_asked(Point.BATCH)
-        return batch
-
-    def at_rest(self, source: Any, following: Callable[[Any], Any]) -> Any:
-        """A batch that is only counted. Short, and with few calls: a step of a millisecond pays for each of them."""
-        tap, recorder = self._tap, self._taps.recorder
-        began_ns = time.perf_counter_ns()
-        try:
-            batch = following(source)
-        except BaseException as error:
-            self._ended_at_rest(began_ns, time.perf_counter_ns(), source, isinstance(error, StopIteration))
-            raise
-        ended_ns = time.perf_counter_ns()
-        tap.wait_s += (ended_ns - began_ns) * 1e-9
-        if ended_ns - began_ns > LONG_WAIT_NS:
-            recorder.waited_at_rest(began_ns, ended_ns)
-        recorder.rest.draw(tap.loader_id, self._count(batch) or 0)
         return batch
 
     def _ended_at_rest(self, began_ns: int, ended_ns: int, source: Any, exhausted: bool) -> None:

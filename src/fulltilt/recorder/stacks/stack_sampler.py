@@ -200,7 +200,7 @@ class StackSampler:
         if stack is None:
             return
         weight_s = self._every_s
-        view = view_of(stack, PassMeter.at_rest.__code__)
+        view = view_of(stack, PassMeter.draw.__code__)
         if view is not None:
             if recorder.state.wants_lines(Activity.DATA_WAIT):
                 recorder.state.sampled(Activity.DATA_WAIT, view, weight_s)
