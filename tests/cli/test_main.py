@@ -75,8 +75,10 @@ def test_a_missing_extra_is_named_with_its_install_line(command: str, code: int,
     ("arguments", "told"),
     [
         (["tuen", "train.py"], ["No such command 'tuen'. Did you mean 'tune'?", "Try: fulltilt --help"]),
+        (["xyz"], ["No such command 'xyz'.", "Verbs: run, report, tune"]),
         (["train.py", "--lr", "1"], ["train.py is a file, not a verb", "fulltilt run train.py --lr 1"]),
         (["run", "trian.py"], ["trian.py does not exist; did you mean train.py?", "The working folder is"]),
+        (["run", "zzz.py"], ["zzz.py does not exist", "The working folder is"]),
         (["run", "nothing"], ["nothing is neither a script nor a program", "The working folder is"]),
         (["report", "train.py"], ["train.py is not a run folder: it is a file", "fulltilt run train.py"]),
         (["report", "."], [". is not a run folder: it has no run.json", "fulltilt run SCRIPT.py makes one"]),
@@ -90,7 +92,8 @@ def test_a_mistake_is_answered_with_what_to_type(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "train.py").touch()
+    for script in ("train.py", "w.py"):
+        (tmp_path / script).touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(arguments)

@@ -111,6 +111,9 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         context = getattr(error, "ctx", None)
         hint = "" if context is None else f"\nTry: {context.command_path} --help"
-        streams.complain(error.format_message() + hint)
+        told = error.format_message()
+        if told == f"No such command '{arguments[0]}'.":  # and none is like it
+            hint = f"\nVerbs: {', '.join(VERBS)}"
+        streams.complain(told + hint)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)

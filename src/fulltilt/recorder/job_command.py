@@ -59,9 +59,9 @@ def _refuse_namesake(folder: Path) -> None:
 
 def _similar(path: Path) -> str:
     """The script that was probably meant, of those in the same folder."""
-    names = [other.name for other in path.parent.glob("*.py")]
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.with_name(close[0])}?" if close else ""
+    names = [other.stem for other in path.parent.glob("*.py")]  # .py alone makes no likeness
+    close = difflib.get_close_matches(path.stem, names, n=1)
+    return f"; did you mean {path.with_name(f'{close[0]}.py')}?" if close else ""
 
 
 def job_name(arguments: list[str]) -> str:
