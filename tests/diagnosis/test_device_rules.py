@@ -280,6 +280,11 @@ def test_a_trainer_of_ours_is_not_told_to_group_by_length(dataset: str, residenc
     assert ("group_by_length" in finding.fix) == (dataset == "Comments")
 
 
+def test_batches_of_one_shape_without_texts_have_no_padding_to_judge() -> None:
+    assert padding_waste(gather(on_gpu(loaders=(loader(batch_shapes=2),)))) is None
+    assert isinstance(padding_waste(gather(on_gpu(loaders=(loader(batch_shapes=9),)))), Abstention)
+
+
 def test_a_little_padding_is_left_alone_and_none_counted_is_not_judged() -> None:
     assert padding_waste(gather(on_gpu(loaders=(loader(padding_share=0.1),)))) is None
     assert padding_waste(gather(on_gpu())) == Abstention(

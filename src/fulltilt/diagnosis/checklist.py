@@ -139,7 +139,7 @@ def _epoch_time(evidence: Evidence, rate: float) -> str:
 
 
 def _loading(evidence: Evidence) -> CheckLine:
-    name = "No data loading bottleneck"
+    name = f"Data wait < {percent(LIMITS.warn_share)}"
     if evidence.throughput.steps == 0:
         return CheckLine(name, "skip", "no training step was seen")
     share = evidence.data_wait_share

@@ -173,6 +173,8 @@ def padding_waste(evidence: Evidence) -> Judgement:
     """Batches of texts are filled up to their longest, and the GPU computes on the filling."""
     loader = evidence.loader
     if loader is None or loader.padding_share is None:
+        if loader is not None and loader.batch_shapes is not None and loader.batch_shapes <= LIMITS.few_shapes:
+            return None  # looked into, and nothing in it was filled up to a length: images, tables
         return Abstention("padding_waste", "a batch with an attention mask or padding to count")
     cost_s = evidence.buckets.compute_s * loader.padding_share
     if loader.padding_share < LIMITS.padding_share or evidence.share(cost_s) < LIMITS.warn_share / 2:
