@@ -10,7 +10,7 @@ from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
 from fulltilt.diagnosis.rules.live_tuning import changes, live_words
 from fulltilt.diagnosis.stragglers import Standstill, standstill
 from fulltilt.diagnosis.thresholds import LIMITS
-from fulltilt.figures import capital, count, number, percent, seconds, times
+from fulltilt.figures import capital, count, number, percent, seconds, speedup, times
 from fulltilt.records import BUCKETS, Finding, RankRecord, Run, RunRecord, Verdict
 
 
@@ -121,13 +121,13 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
         trainee="the GPU" if evidence.on_gpu else "training",
         exchange="gathering parameters" if evidence.rank.sharded else "exchanging gradients",
         passes=count("pass", evidence.loader.passes) if evidence.loader else "passes",
-        gain=_gain(evidence, share),
+        gain=_gain(evidence, share, predicted),
     )
     return f"{words.replace(':', ',')}: {told}"
 
 
-def _gain(evidence: Evidence, share: float) -> str:
-    """How much there is to gain when training no longer waits for data.
+def _gain(evidence: Evidence, share: float, predicted: tuple[float, float] | None) -> str:
+    """How much there is to gain when training no longer waits for data, and of that by the finding's fix, if less.
 
     The rate of a run under live tuning is that of no settings in particular: its gain is told by what was tried.
     """
@@ -139,10 +139,16 @@ def _gain(evidence: Evidence, share: float) -> str:
         # Without workers loading and computing take turns: the rate is the job's, but for its pauses.
         pauses = rate > (evidence.throughput.samples_per_s or rate) * (1 + LIMITS.rate_error)
         when = "between validations and saves " if pauses else ""
-        most = times(min(ceiling / rate, amdahl(share)))
+        most = min(ceiling / rate, amdahl(share))
         rates = f"{when}training gets {number(rate)} samples/s, {taker} could take {number(ceiling)}"
-        return f"; {evidence.bound} {most} as fast without it: {rates}"
-    return f"; {evidence.bound} {times(amdahl(share))} as fast without it"
+        return f"; {_without(evidence, most, predicted)}: {rates}"
+    return f"; {_without(evidence, amdahl(share), predicted)}"
+
+
+def _without(evidence: Evidence, most: float, predicted: tuple[float, float] | None) -> str:
+    less = evidence.bound != "at most" and predicted is not None and predicted[1] < (1 - LIMITS.rate_error) * most
+    fix = f" (its fix alone: {speedup(predicted)})" if less else ""
+    return f"{evidence.bound} {times(most)} as fast without it{fix}"
 
 
 def _idle(evidence: Evidence) -> str:
