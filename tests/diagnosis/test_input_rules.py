@@ -203,11 +203,65 @@ def test_workers_by_the_hundred_are_no_advice() -> None:
 
 
 def test_serial_loading_that_only_waits_may_have_more_workers_than_cpus() -> None:
-    finding = found(input_serial(gather(serial(cpus=2.0, wait_s=90.0, cpu_s=1.0))))
+    asked = serial(cpus=2.0, wait_s=90.0, cpu_s=1.0, wait_slope=(0.0, 0.1))
+    finding = found(input_serial(gather(asked)))
     assert "num_workers=8" in finding.fix  # 4 for each CPU at most
     assert "Such workers wait and take next to no CPU: there may be more of them than CPUs" in finding.fix
     assert "1.1 % on the CPU: the fetch waits, does not compute" in finding.evidence[1]
     assert finding.predicted_speedup == (4.87, 9.6)
+
+
+def test_a_source_with_a_rate_of_its_own_wants_no_worker() -> None:
+    """1.3 to 1.6 times as fast was promised for a worker that reads the pipe of a process which runs ahead anyway."""
+    lines = (HotLine("data.py:9", "read", 40.0, "producer.stdout.read(256)"),)
+    ahead = loader(wait_s=40.0, wait_cpu_s=1.0, wait_slope=(-0.95, 0.1))
+    made = rank(loaders=(ahead,), workers=(workers(lines=lines, processes=0),))
+    evidence = gather(run_of(made, on=machine(2.0), data_wait=40.0, compute=60.0))
+    finding = found(input_serial(evidence))
+    assert finding.title == "Data loading: slow source"
+    assert finding.where == "data.py:9"
+    assert "num_workers" not in finding.fix
+    assert "Make what producer.stdout.read(256) at data.py:9 waits for faster" in finding.fix
+    assert "it gives 320 samples/s" in finding.evidence[1]
+    assert evidence.ceilings.loader_samples_per_s == 320.0
+
+
+@pytest.mark.parametrize(
+    ("slope", "cpu_s", "doubtful"),
+    [
+        ((-0.6, 0.3), 1.0, True),
+        (None, 1.0, True),
+        ((0.1, 0.3), 1.0, False),
+        ((-0.9, 0.1), 55.0, True),
+        ((-0.6, 0.3), 55.0, False),
+    ],
+)
+def test_a_wait_that_may_be_for_a_busy_source_promises_nothing_for_sure(
+    slope: tuple[float, float] | None, cpu_s: float, doubtful: bool
+) -> None:
+    finding = found(input_serial(gather(serial(cpu_s=cpu_s, wait_slope=slope))))
+    assert "num_workers=" in finding.fix
+    assert ("wins nothing where fetching waits for what comes at a rate of its own" in finding.fix) == doubtful
+    assert finding.predicted_speedup is not None
+    assert (finding.predicted_speedup[0] == 1.0) == doubtful
+
+
+def test_a_generator_that_waits_promises_nothing_for_sure() -> None:
+    lines = (HotLine("gen.py:12", "make", 40.0, "pipe.read(256)"),)
+    made = rank(loaders=(), host_lines=lines, off_cpu_s=38.0)
+    finding = found(input_serial(gather(run_of(made, data_wait=40.0, compute=60.0))))
+    assert finding.predicted_speedup == (1.0, 1.67)
+    assert "wins nothing where fetching waits" in finding.fix
+
+
+def test_waiting_workers_that_read_no_storage_promise_nothing_for_sure() -> None:
+    finding = found(input_io_bound(gather(fed(workers(**IO_WORKERS, read_bytes=0)))))
+    assert "wins nothing where fetching waits" in finding.fix
+    assert finding.predicted_speedup is not None
+    assert finding.predicted_speedup[0] == 1.0
+    stored = found(input_io_bound(gather(fed(workers(**IO_WORKERS, read_bytes=10**10)))))
+    assert stored.predicted_speedup is not None
+    assert stored.predicted_speedup[0] > 1.0
 
 
 def test_serial_loading_that_has_no_cpu_is_not_taken_for_waiting() -> None:

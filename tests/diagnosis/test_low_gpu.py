@@ -1,6 +1,6 @@
 from fulltilt.diagnosis import low_gpu_warning
-from fulltilt.records import Buckets
-from tests.diagnosis.examples import loader
+from fulltilt.records import Buckets, HotLine
+from tests.diagnosis.examples import loader, workers
 
 STARVED = Buckets(startup_s=5.0, data_wait_s=62.0, compute_s=11.0, host_code_s=27.0)
 
@@ -22,6 +22,22 @@ def test_workers_that_fill_the_cpus_are_not_raised() -> None:
     warning = low_gpu_warning(11.0, STARVED, [loader(num_workers=8)], usable_cpus=8.0)
     assert warning is not None
     assert "num_workers (current: 8) already fills the 8 usable CPUs" in warning
+
+
+def test_workers_that_wait_are_not_said_to_fill_the_cpus() -> None:
+    waiting = workers(fetch_s=50.0, fetch_cpu_s=1.0, cpu_wait_s=0.2, lines=(HotLine("data.py:9", "read", 49.0, "f()"),))
+    warning = low_gpu_warning(11.0, STARVED, [loader(num_workers=8)], 8.0, [waiting])
+    assert warning is not None
+    assert "fills" not in warning
+    assert "- the workers wait in f() at data.py:9, and do not compute" in warning
+
+
+def test_a_source_with_a_rate_of_its_own_wants_no_worker() -> None:
+    ahead = loader(wait_s=20.0, wait_cpu_s=0.1, wait_slope=(-1.0, 0.1))
+    warning = low_gpu_warning(None, STARVED, [ahead], 2.0)
+    assert warning is not None
+    assert "increase num_workers" not in warning
+    assert "- make the source of the batches faster at train.py:31" in warning
 
 
 def test_a_gpu_that_is_short_of_work_wants_a_larger_batch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fulltilt.recorder.loaders import LoaderTap
+from fulltilt.recorder.loaders.iterator import wait_slope
 from fulltilt.recorder.loaders.settings_file import LoaderOverride
 from fulltilt.recorder.session import Session
 from fulltilt.records import Settings
@@ -165,3 +167,37 @@ def test_classes_of_the_family_get_their_originals_back(tmp_path: Path) -> None:
     assert (vars(Early)["__init__"], vars(_BaseDataLoaderIter)["__next__"]) == before
     assert vars(Late)["__init__"] is during.__wrapped__
     assert "__init_subclass__" not in vars(DataLoader)
+
+
+# --------------------------------------------------------------------------- a source with a rate of its own
+
+
+@pytest.mark.parametrize(("ahead", "slope"), [(1.0, -1.0), (0.3, -0.3), (0.0, 0.0)])
+def test_the_wait_tells_what_the_source_does_in_a_pause(ahead: float, slope: float) -> None:
+    """Long pauses (a validation), a job that slows down, and noise change nothing of it."""
+    draw = random.Random(1)
+    pauses = [draw.gauss(0.04, 0.004) for _ in range(200)]
+    slow = [1 + number / 200 for number in range(200)]
+    draws = [
+        (pause_s * by, (0.08 - ahead * pause_s) * by + draw.gauss(0, 0.002))
+        for pause_s, by in zip(pauses, slow, strict=True)
+    ]
+    draws[50:50] = [(3.0, 0.0)]
+    told = wait_slope(draws)
+    assert told is not None
+    assert abs(told[0] - slope) < told[1] < 0.3
+
+
+def test_few_draws_or_even_pauses_tell_nothing_of_the_source() -> None:
+    assert wait_slope([]) is None
+    assert wait_slope([(0.04, 0.08), (0.05, 0.07)] * 4) is None
+    assert wait_slope([(0.04, 0.08)] * 50) is None
+
+
+def test_a_draw_measures_the_pause_before_it(session: Session) -> None:
+    for _ in range(2):
+        for _ in DataLoader(TensorDataset(torch.zeros(5, 1))):
+            time.sleep(0.005)
+    (tap,) = session.taps.all
+    assert len(tap.draws) == 8, "without the first of each pass"
+    assert all(pause_s >= 0.005 > wait_s for pause_s, wait_s in tap.draws)

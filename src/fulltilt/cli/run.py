@@ -229,7 +229,8 @@ class Monitor:
         util_pct = sum(used) / len(used) if used and self._progress.on_gpu else None
         if self._progress.on_gpu and util_pct is None:
             return
-        warning = low_gpu_warning(util_pct, trained, self._progress.loaders, cpu_capacity().usable)
+        seen, usable = self._progress, cpu_capacity().usable
+        warning = low_gpu_warning(util_pct, trained, seen.loaders, usable, seen.workers)
         if warning is not None:
             self._bar.close()
             first, *rest = warning.splitlines()

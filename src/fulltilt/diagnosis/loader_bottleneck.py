@@ -118,6 +118,7 @@ class Supply:
     ``fetch_s`` is the part of it in the data set and the collate function, ``queue_s`` the part spent queueing for a
     CPU, as far as that is known.
     ``main_cpu_s`` is CPU time of the training thread in next() and bounds the rate of any number of workers.
+    ``runs_ahead``: where there are no workers, whether the source goes on making samples between two draws.
     """
 
     workers: int
@@ -132,6 +133,7 @@ class Supply:
     handover_main_share: float = 0.0
     handover_worker_share: float = 0.0
     queueing_share: float | None = None
+    runs_ahead: bool | None = None
 
     @property
     def worker_samples_per_s(self) -> float:
@@ -222,7 +224,18 @@ def _serial_supply(loader: LoaderRecord, spans: Spans, cpu_wait_s: float) -> Sup
         fetch_s=batch_s,
         queue_s=queue_s,
         busy_share=(batch_cpu_s + queue_s) / batch_s,
+        runs_ahead=runs_ahead(loader),
     )
+
+
+def runs_ahead(loader: LoaderRecord) -> bool | None:
+    """Whether batches come no sooner to training that asks for them sooner; None where that cannot be told."""
+    if loader.wait_slope is None:
+        return None
+    slope, error = loader.wait_slope
+    if slope + error < -LIMITS.runs_ahead_share:
+        return True
+    return False if slope - error > -LIMITS.runs_ahead_share else None
 
 
 def loader_ceiling(
@@ -236,7 +249,8 @@ def loader_ceiling(
     if supply.workers > 0 and saturated and delivered_samples_per_s is not None:
         return delivered_samples_per_s
     if supply.workers == 0:
-        return supply.worker_samples_per_s
+        runs_ahead = supply.runs_ahead and supply.waits  # and what it made meanwhile makes a wait short
+        return (delivered_samples_per_s if runs_ahead else None) or supply.worker_samples_per_s
     limits = [supply.workers * supply.worker_samples_per_s]
     if supply.batch_cpu_s > 0 and (supply.busy_share is None or supply.busy_share >= LIMITS.cpu_bound_share):
         limits.append(usable_cpus * supply.samples_per_batch / supply.batch_cpu_s)

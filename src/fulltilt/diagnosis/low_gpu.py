@@ -9,13 +9,18 @@ from collections.abc import Iterable
 
 from fulltilt.diagnosis.findings import BUCKET_WORDS, at
 from fulltilt.diagnosis.libraries import setting_name
+from fulltilt.diagnosis.loader_bottleneck import runs_ahead
 from fulltilt.diagnosis.thresholds import LIMITS
 from fulltilt.figures import capital, pct, percent
-from fulltilt.records import BUCKETS, Buckets, LoaderRecord
+from fulltilt.records import BUCKETS, Buckets, LoaderRecord, WorkerRecord
 
 
 def low_gpu_warning(
-    util_pct: float | None, buckets: Buckets, loaders: Iterable[LoaderRecord], usable_cpus: float
+    util_pct: float | None,
+    buckets: Buckets,
+    loaders: Iterable[LoaderRecord],
+    usable_cpus: float,
+    workers: Iterable[WorkerRecord] = (),
 ) -> str | None:
     """What holds the job up in the time that ``buckets`` describe, then a line a cure; None where there is nothing.
 
@@ -31,7 +36,9 @@ def low_gpu_warning(
         cause += ", or the kernels are launched too slowly"
     title = [f"GPU utilization is low ({pct(util_pct)})", f"- most likely: {cause}"]
     trains = [loader for loader in loaders if loader.role == "train"]
-    lines = _settings(share, max(trains, key=lambda loader: loader.wait_s, default=None), usable_cpus)
+    loader = max(trains, key=lambda loader: loader.wait_s, default=None)
+    work = next((work for work in workers if loader is not None and work.loader_id == loader.loader_id), None)
+    lines = _settings(share, loader, usable_cpus, work)
     return "\n".join([*(title if util_pct is not None else [capital(cause)]), *(f"- {line}" for line in lines)])
 
 
@@ -42,7 +49,9 @@ def likely_cause(buckets: Buckets) -> str:
     return "compute_s" if getattr(buckets, largest) < buckets.compute_s else largest
 
 
-def _settings(wait_share: float, loader: LoaderRecord | None, usable_cpus: float) -> list[str]:
+def _settings(
+    wait_share: float, loader: LoaderRecord | None, usable_cpus: float, work: WorkerRecord | None
+) -> list[str]:
     starved = wait_share >= LIMITS.warn_share
     if loader is None:
         return ["make batches beside the training: a DataLoader with workers (current: none)"] if starved else []
@@ -52,7 +61,14 @@ def _settings(wait_share: float, loader: LoaderRecord | None, usable_cpus: float
     if not starved:
         return [*([f"increase {batch}"] if loader.batch_size is not None else []), f"{workers} keeps up"]
     lines = [f"increase {workers}{at(loader.where)}"]
-    if loader.num_workers >= max(usable_cpus - 1, 1):
+    computed_s = work.fetch_cpu_s + (work.cpu_wait_s or 0.0) if work is not None else 0.0
+    if not loader.num_workers and runs_ahead(loader) and loader.wait_cpu_s < LIMITS.cpu_bound_share * loader.wait_s:
+        lines = [f"make the source of the batches faster{at(loader.where)}: a worker would wait for it as well"]
+    elif work is not None and loader.num_workers and computed_s < LIMITS.cpu_bound_share * work.fetch_s:
+        line = max(work.lines, key=lambda line: line.seconds, default=None)
+        place = f" in {line.call or line.function}{at(line.where)}" if line else at(loader.where)
+        lines = [f"the workers wait{place}, and do not compute: unless they wait for each other, increase {workers}"]
+    elif loader.num_workers >= max(usable_cpus - 1, 1):
         lines = [f"{workers} already fills the {usable_cpus:g} usable CPUs{at(loader.where)}"]
     elif loader.num_workers:
         lines.append(f"increase {prefetch}")

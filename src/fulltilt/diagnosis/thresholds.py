@@ -65,6 +65,7 @@ class Thresholds:
     pickled_bytes: float = 10e6  # a worker's arguments without data take kilobytes
     pickling_start_s: float = 5.0  # of start-up that nobody would want to wait for
     handover_share: float = 0.5  # more CPU in pickling and rebuilding than in fetching, or than in real waiting
+    runs_ahead_share: float = 0.5  # of a pause, by which the next wait is shorter: what a worker wins is the other half
     sampling_share: float = 0.5  # of the fetching: what workers could take over is the smaller part
     cheap_fetch_share: float = 0.5  # of the wait for a batch: fetching it on the training thread would halve the wait
     spare_capacity: float = 2.0  # workers that could give twice what arrives are not the limit either

@@ -12,7 +12,7 @@ import psutil
 
 from fulltilt import store
 from fulltilt.errors import ForeignFiles, RunFolderError
-from fulltilt.records import BUCKETS, Buckets, LoaderRecord, RankRecord, Span
+from fulltilt.records import BUCKETS, Buckets, LoaderRecord, RankRecord, Span, WorkerRecord
 
 MOST_STREAMS = 4096
 
@@ -131,6 +131,11 @@ class Following:
     def loaders(self) -> tuple[LoaderRecord, ...]:
         """The job's loaders so far."""
         return self._record.loaders if self._record is not None else ()
+
+    @property
+    def workers(self) -> tuple[WorkerRecord, ...]:
+        """What the loaders' workers did so far."""
+        return self._record.workers if self._record is not None else ()
 
     def read(self) -> None:
         """Take in what was written since the last call."""

@@ -205,7 +205,8 @@ class LoaderRecord:
     A line that constructs one again for each pass is one loader, ``constructed`` as many times. ``eval_batches`` of its
     batches were drawn to evaluate. ``pickled_workers`` were started otherwise than by fork, each with ``pickled_bytes``
     of data set and arguments, in ``pickle_s`` of the training thread in all. ``sampler_lines`` are those of its
-    sampler, which the training thread runs itself, with workers as without.
+    sampler, which the training thread runs itself, with workers as without. ``wait_slope`` is how the wait for a batch
+    changes with each second between two draws, and the error of that: −1 where the source works meanwhile, 0 where not.
     """
 
     loader_id: int
@@ -234,6 +235,7 @@ class LoaderRecord:
     wait_cpu_s: float = 0.0
     first_wait_s: float = 0.0
     restart_s: float = 0.0
+    wait_slope: tuple[float, float] | None = None
     padding_share: float | None = None
     eval_batches: int = 0
     sampler_lines: tuple[HotLine, ...] = ()

@@ -61,7 +61,8 @@ class IdleGpu:
         buckets = self._following.recent_buckets(WARN_AFTER_S)
         if not used or buckets.total_s - buckets.startup_s < WARN_AFTER_S:
             return
-        warning = low_gpu_warning(sum(used) / len(used), buckets, self._following.loaders, cpu_capacity().usable)
+        seen, usable = self._following, cpu_capacity().usable
+        warning = low_gpu_warning(sum(used) / len(used), buckets, seen.loaders, usable, seen.workers)
         cause = likely_cause(buckets)
         if warning is not None and cause not in self._told:
             self._told.add(cause)

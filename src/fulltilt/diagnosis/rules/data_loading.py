@@ -108,6 +108,13 @@ def _cpus(evidence: Evidence) -> str:
     return f"{shared} may use {cpus(evidence.usable_cpus)}"
 
 
+# Where it is not known whether the wait is for something that begins only when it is asked.
+_NO_SOONER = (
+    "A worker wins nothing where fetching waits for what comes at a rate of its own, asked sooner or not (a lock, "
+    "another process, a queue, a service with a rate limit)."
+)
+
+
 def _hung_fetch(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
     """The finding for a job that was stopped while it waited in vain; None where other waits were the larger part."""
     hung = hung_stretch(evidence.run)
@@ -140,7 +147,12 @@ def input_serial(evidence: Evidence) -> Judgement:
         return _drawn_by_own_thread(evidence, loader)
     if sampling_share(loader) >= LIMITS.sampling_share:
         return _slow_sampler(evidence, loader)
-    return _hung_fetch(evidence, loader, "input_serial") or _no_workers(evidence, loader)
+    if hung := _hung_fetch(evidence, loader, "input_serial"):
+        return hung
+    supply = evidence.supply
+    if supply is not None and supply.runs_ahead and supply.waits:
+        return _slow_source(evidence, loader)
+    return _no_workers(evidence, loader)
 
 
 def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
@@ -173,7 +185,32 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
     if others and computes:  # workers would have to share the CPUs with them as well
         fix += f" {OTHERS_TAKE_CPUS}"
         predicted = gain(1.0, predicted[1])
+    if supply is not None and supply.runs_ahead is not False and (supply.runs_ahead or supply.waits):
+        fix += f" {_NO_SOONER}"
+        predicted = gain(1.0, predicted[1])
     return _waiting(evidence, "input_serial", facts, fix, loader.where, predicted)
+
+
+def _slow_source(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    """A source that makes samples at its own rate, asked or not: a worker would wait for it as well."""
+    line = costliest_line(evidence)
+    rate = evidence.delivered_samples_per_s
+    gives = f"it gives {number(rate)} samples/s: " if rate else ""
+    slope = loader.wait_slope[0] if loader.wait_slope else -1.0
+    facts = [
+        "what the fetch waits for goes on while the training computes (another process, a thread, a service): "
+        f"{gives}for each second that the training is away, the next wait is {seconds(min(-slope, 1.0))} shorter",
+        *([f"of the fetching, {line_cost(line, loader.wait_s)}"] if line and loader.wait_s > 0 else []),
+        *rates(evidence),
+    ]
+    where = line.where if line else loader.where
+    place = f"{line.call or line.function}{at(where)}" if line else f"the data set{at(where)}"
+    fix = (
+        f"Make what {place} waits for faster: a worker that reads it would wait as long. Several workers win only if "
+        "each has a source of its own, for its own part of the data."
+    )
+    title = "Data loading: slow source"
+    return _waiting(evidence, "input_serial", facts, fix, where, gain_without_wait(evidence), title=title)
 
 
 def _slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
@@ -228,7 +265,11 @@ def _made_by_hand(evidence: Evidence) -> Finding:
             "DataLoader(dataset, batch_size=None, num_workers=1). Unless they are random, the batches stay the same."
         )
         predicted = _gain_beside_training(evidence.data_wait_share, evidence.usable_cpus)
-        fix, predicted = with_cheaper_call(evidence, line, evidence.buckets.data_wait_s, fix, predicted)
+        wait_s = evidence.buckets.data_wait_s
+        fix, predicted = with_cheaper_call(evidence, line, wait_s, fix, predicted)
+        # On a GPU the thread also stands still where it waits for the GPU.
+        if (evidence.rank.off_cpu_s or 0.0) > LIMITS.cpu_bound_share * wait_s and not evidence.on_gpu:
+            fix, predicted = f"{fix} {_NO_SOONER}", gain(1.0, predicted[1])
         what, title = "making batches", "Data loading: no DataLoader"
     return _waiting(evidence, "input_serial", [made, *costs], fix, where, predicted, what, title)
 
@@ -317,6 +358,8 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
             facts.append(f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s")
         elif read is not None:
             waited_for = "the network file system" if _stage_data(evidence) else "a lock, a sleep or a service"
+            if plan and plan.raises and not _stage_data(evidence):
+                fix, predicted = f"{fix} {_NO_SOONER}", gain(1.0, predicted[1])
             facts.append(f"the workers read only {size(read)} from storage: they wait for {waited_for}")
         facts += _storage_kind(evidence)
         fix += _stage_data(evidence)

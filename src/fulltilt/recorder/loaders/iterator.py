@@ -9,8 +9,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from fulltilt.recorder.loaders.batches import (
@@ -32,6 +35,8 @@ INSPECT_EVERY = 32
 MOST_SHAPES = 64
 # Workers tell every half second, and when they end.
 LAST_WORDS_S = 0.45
+# Draws by which it is judged whether a loader's source works ahead of the training: the latest, and at least so many.
+LATEST_DRAWS, FEWEST_DRAWS = 512, 16
 # What a data set may keep of its samples; fewer objects than this take no memory to speak of.
 COLLECTIONS, MANY_OBJECTS = (list, tuple, dict, set), 10_000
 
@@ -63,6 +68,8 @@ class LoaderTap:
     timed_cpu_s: float = 0.0
     first_wait_s: float = 0.0
     restart_s: float = 0.0
+    arrived: tuple[int, float] = (-1, 0.0)  # how many batches had come, and when the last of them did
+    draws: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LATEST_DRAWS))  # pause, wait
     pickled_workers: int = 0
     pickled_bytes: int = 0
     pickle_s: float = 0.0
@@ -144,6 +151,7 @@ class LoaderTap:
             wait_cpu_s=self.wait_cpu_s,
             first_wait_s=self.first_wait_s,
             restart_s=self.restart_s,
+            wait_slope=wait_slope(tuple(self.draws)),
             pickled_workers=self.pickled_workers,
             pickled_bytes=self.pickled_bytes // max(self.pickled_workers, 1),
             pickle_s=self.pickle_s,
@@ -151,6 +159,22 @@ class LoaderTap:
             sampler_lines=self.sampler_lines.top(),
             **{**self.described, **self.in_force},
         )
+
+
+def wait_slope(draws: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """How the wait for a batch changes with each second of pause before it, and three standard errors of that.
+
+    By the differences between one draw and the next: a job that slows down has longer pauses and longer waits. None
+    where there are too few; long pauses (a validation) say nothing of usual ones.
+    """
+    usual_s = 2 * median(pause_s for pause_s, _ in draws) if draws else 0.0
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(draws) if max(a[0], b[0]) <= usual_s]
+    spread = sum(pause_s**2 for pause_s, _ in steps)
+    if len(steps) < FEWEST_DRAWS or not spread:
+        return None
+    slope = sum(pause_s * wait_s for pause_s, wait_s in steps) / spread
+    left = sum((wait_s - slope * pause_s) ** 2 for pause_s, wait_s in steps)
+    return slope, 3 * (left / spread / len(steps)) ** 0.5
 
 
 def describe(loader: Any) -> dict[str, Any]:
@@ -332,7 +356,10 @@ class PassMeter:
             return batch
         waited = time.perf_counter() - began
         self._note_wait(first and workers > 0, waited, time.thread_time() - cpu if timed else None)
+        if not first and tap.arrived[0] == tap.batches:
+            tap.draws.append((began - tap.arrived[1], waited))
         samples = self._count(batch)
+        tap.arrived = tap.batches, began + waited
         doubtful = evaluating and taps.gradients()
         fact = BatchArrived(tap.loader_id, samples, evaluating, first, workers, doubtful)
         recorder.switch(before, fact, Point.NONE if evaluating else Point.BATCH)
