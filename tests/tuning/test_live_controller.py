@@ -112,6 +112,22 @@ def test_what_a_trial_gained_is_told_only_where_the_job_changed_by_less() -> Non
     assert verdict(7, 6, 10) is False
 
 
+def test_a_gain_within_the_scatter_of_its_windows_is_not_kept() -> None:
+    def verdict(trial: float, spread: float) -> bool | None:
+        seen = (Seen(Knobs(2), 29.8, 0.012, 0.97, 0.001), Seen(Knobs(3), trial, spread, 0.97, 0.001))
+        return pays(*seen, seen[0]._replace(batches_per_s=30.1))
+
+    assert verdict(30.9, 0.024) is False
+    assert verdict(30.9, 0.001) is True
+    assert verdict(32.0, 0.024) is True
+
+
+def test_workers_that_are_all_as_fast_are_left_as_they_are() -> None:
+    # They wait for one lock; with windows this uneven one search in seven would keep more by chance.
+    ends = [simulate(lambda _: 30.0, 0.001, 2, Capacity(4), 0.02, seed)[0] for seed in range(200)]
+    assert sum(knobs.workers > 2 for knobs in ends) <= 8
+
+
 def test_a_loader_that_is_not_the_limit_is_not_touched() -> None:
     seen = Seen(Knobs(4), 10.0, 0.01, 0.02, 0.098)
     assert decide((seen,), Capacity(16)) == Settle("the loader is no longer the limit")

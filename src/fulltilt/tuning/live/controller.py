@@ -64,14 +64,17 @@ def best_of(seen: tuple[Seen, ...]) -> Seen:
 
 
 def pays(before: Seen, trial: Seen, again: Seen, limits: Limits = DEFAULT) -> bool | None:
-    """Whether a change is worth keeping: clearly faster than the settings in force were before the trial and are again
-    behind it, or as fast with fewer workers. None: it cannot be told, since those two differ by more than it gains.
+    """Whether a change is worth keeping: faster than the settings in force were before the trial and are again behind
+    it, by more than windows of one setting may differ, or as fast with fewer workers. None: it cannot be told, since
+    those two differ by more than it gains.
     """
     low, high = sorted((before.batches_per_s, again.batches_per_s))
     fewer = 0 < trial.knobs.workers < before.knobs.workers
     if trial.batches_per_s > low and high - low > max(trial.batches_per_s - high, limits.paid_share * high):
         return None
-    return trial.batches_per_s > high * (1.0 if fewer else 1 + limits.paid_share)
+    error = math.hypot(trial.spread, before.spread / 2, again.spread / 2)
+    surely = (1 + limits.sure_errors * error) * (low + high) / 2
+    return trial.batches_per_s > (high if fewer else max((1 + limits.paid_share) * high, surely))
 
 
 def pays_clearly(before: Seen, trial: Seen, limits: Limits = DEFAULT) -> bool:
