@@ -48,7 +48,7 @@ def demo(
     weights = steps.fulltilt("run", "--out", plain, script, "--epochs", EPOCHS)
     steps.verdict(plain)
 
-    steps.say("2. The same script, unchanged; Fulltilt tunes its data loading while it trains.")
+    steps.say("2. The same script, unchanged; Fulltilt measures while it trains how many workers are best here.")
     tuned_weights = steps.fulltilt("run", "--auto", "--out", tuned, script, "--epochs", TUNED_EPOCHS)
     steps.compare(tuned, _hashes(weights), _hashes(tuned_weights))
 
