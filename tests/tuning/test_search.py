@@ -19,6 +19,7 @@ from fulltilt.tuning.space import (
     best_of,
     changes_data_set,
     is_loader_only,
+    is_made_each_epoch,
     knee_of,
     parse_allow,
     start_of,
@@ -59,6 +60,31 @@ def test_workers_of_a_data_set_that_changes_between_epochs_are_not_kept() -> Non
 )
 def test_a_data_set_that_a_script_changes_between_epochs_is_seen(source: str, line: int | None) -> None:
     assert changes_data_set(source) == line
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "expected"),
+    [
+        ("for epoch in range(3):\n    x = DataLoader(ds)\n    train(x)\n", 2, True),
+        (
+            "for _ in range(n):\n    x = DataLoader(\n        ds\n    )\n    for b in enumerate(x):\n        pass\n",
+            3,
+            True,
+        ),
+        ("while epoch < 3:\n    for b in DataLoader(ds):\n        pass\n", 2, True),
+        # Made once, or for several epochs each.
+        ("x = DataLoader(ds)\nfor epoch in range(3):\n    for b in x:\n        pass\n", 1, False),
+        (
+            "for fold in f:\n    x = DataLoader(ds)\n    for epoch in e:\n        for b in x:\n            pass\n",
+            2,
+            False,
+        ),
+        ("for split in s:\n    loaders[split] = DataLoader(ds)\n", 2, False),
+        ("x = DataLoader(ds\n", 1, False),
+    ],
+)
+def test_a_loader_made_in_the_loop_over_epochs_is_seen(source: str, line: int, expected: bool) -> None:
+    assert is_made_each_epoch(source, line) is expected
 
 
 def test_a_solution_says_what_it_changes() -> None:
@@ -283,6 +309,14 @@ def test_a_trial_that_is_sure_of_nothing_verifies_nothing(high: float | None) ->
 def test_a_busy_machine_is_told() -> None:
     assert "of the CPUs" not in verdict([replace(STARVED, others_share=0.01)])
     assert "up to 60 % of the CPUs" in verdict([STARVED, replace(STARVED, others_share=0.6)])
+
+
+def test_what_part_of_the_job_was_measured_is_told() -> None:
+    slower = Trial(Settings(num_workers=2), "ok", 90.0, steps=41)
+    assert "measured the first 175 steps of the job, and nothing later" in verdict(
+        [replace(STARVED, steps=175), slower]
+    )
+    assert "nothing later" not in verdict([STARVED])
 
 
 def test_a_study_that_tried_nothing_says_why() -> None:

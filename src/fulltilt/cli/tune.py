@@ -34,6 +34,7 @@ from fulltilt.tuning.solutions import (
     by_hand,
     changing_data_set_sentence,
     in_words,
+    lock_sentence,
     rate_words,
     show_solutions,
     solutions,
@@ -256,6 +257,8 @@ def show_study(
     if record.data_set_changes is not None and record.loader is not None:
         file = (record.loader.where or "").rpartition(":")[0]
         console.print(Text(changing_data_set_sentence(f"{file}:{record.data_set_changes}")))
+    if record.lock is not None:
+        console.print(Text(lock_sentence(record.lock)))
     return won
 
 

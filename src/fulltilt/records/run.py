@@ -170,7 +170,8 @@ class Trial:
     """One measured try of settings. An out-of-memory trial is a result, not a failure.
 
     ``settings`` is what was asked for, ``in_force`` what the job then ran with. ``losses`` are those of the first
-    steps, one a step; ``cpu_pct`` of 100 is one core. ``others_share`` is what other processes had of the CPUs.
+    steps, one a step; ``cpu_pct`` of 100 is one core. ``others_share`` is what other processes had of the CPUs,
+    ``steps`` how many steps of the job were made.
     """
 
     settings: Settings
@@ -191,6 +192,7 @@ class Trial:
     losses: tuple[float, ...] = ()
     folder: str | None = None
     others_share: float | None = None
+    steps: int | None = None
 
 
 # --------------------------------------------------------------------------- the job on one rank

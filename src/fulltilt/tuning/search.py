@@ -78,9 +78,10 @@ def _workers(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | N
     # training's time, not the loader's.
     ceiling = max(rate(trial) / max(1 - (trial.data_wait_share or 0.0), 1e-9) for trial in valid) or math.inf
     tried = ((_workers_of(trial), rate(trial) if is_valid(trial) else 0.0) for trial in seen)
-    bracket = Bracket.of(tried, most, ceiling, wait)
+    bracket = replace(Bracket.of(tried, most, ceiling, wait), fewer_first=space.share_lock)
     workers: int | None = min(space.expected_workers, most)
-    if len(seen) > 1 or workers in bracket.rates:
+    is_leap = len(seen) == 1 and workers not in bracket.rates and not space.share_lock
+    if not is_leap:
         workers = bracket.next_count() if bracket.rates else None
     if workers is None:
         return None
@@ -89,7 +90,7 @@ def _workers(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | N
         persistent_workers=True if space.may_persist and not start.in_force.persistent_workers else None,
         pin_memory=True if _on_gpu(start) and not start.in_force.pin_memory else None,
     )
-    return _attempt(trials, settings, "half of the CPUs" if len(seen) == 1 else f"beside {_workers_of(best)} workers")
+    return _attempt(trials, settings, "half of the CPUs" if is_leap else f"beside {_workers_of(best)} workers")
 
 
 def _on_gpu(trial: Trial) -> bool:
@@ -128,7 +129,7 @@ class Bracket:
     """What is known of a loader: ``rates`` by workers, 0 where a trial failed, and how many there may be at ``most``.
 
     ``one`` is what a single worker should give, where that is known otherwise; ``ceiling`` what training can take;
-    ``to_beat`` what it has without workers.
+    ``to_beat`` what it has without workers. ``fewer_first``: half as many for as long as they do as well.
     """
 
     rates: Mapping[int, float]
@@ -136,6 +137,7 @@ class Bracket:
     one: float | None = None
     ceiling: float = math.inf
     to_beat: float = 0.0
+    fewer_first: bool = False
 
     # From the best to the next number beyond it.
     STEP = 1.5
@@ -165,6 +167,9 @@ class Bracket:
         """The number of workers that should be tried next; None when none promises more."""
         if self._top == 0:
             return min(min(self.rates) // 2, self.most) or None  # all failed: with fewer there may be room
+        fewest = min(self.rates)
+        if self.fewer_first and fewest > 1 and self.rates[fewest] >= self.SAME * self._top:
+            return min(fewest // 2, self.most)
         beside = (count for count in self._beside_the_best() if count <= self.most)
         promising = [count for count in beside if self._could_beat(count)]
         return max(promising, key=self.hope, default=None)

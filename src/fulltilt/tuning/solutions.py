@@ -203,6 +203,8 @@ def verdict(trials: Sequence[Trial], streams: bool = False, stopped: bool = Fals
         sentences.append(
             f"Other processes had up to {figures.percent(busy)} of the CPUs: tune again when they are free."
         )
+    if steps := max((trial.steps or 0 for trial in trials if is_valid(trial)), default=0):
+        sentences.append(f"The trials measured the first {figures.count('step', steps)} of the job, and nothing later.")
     return " ".join(sentences)
 
 
@@ -225,6 +227,14 @@ def changing_data_set_sentence(where: str) -> str:
     return (
         f"Workers were not kept from epoch to epoch: {where} changes the data set between epochs, and workers that "
         "live on have it as it was when they started."
+    )
+
+
+def lock_sentence(where: str) -> str:
+    """Why no number of workers makes the loader faster."""
+    return (
+        f"Workers wait for one lock ({where}), and more of them would, too: hold it for less, or give each worker a "
+        "file, a handle or a connection of its own."
     )
 
 

@@ -44,7 +44,7 @@ class Space:
     """``memory_bytes`` is what a trial may hold in RAM, ``allow`` what the user has allowed beyond the same math.
 
     ``workers_stay``: another number of them could change what is trained. ``may_persist``: workers may live on from
-    epoch to epoch.
+    epoch to epoch. ``share_lock``: they were seen to wait for one lock.
     """
 
     usable_cpus: float
@@ -52,6 +52,7 @@ class Space:
     memory_bytes: int | None = None
     workers_stay: bool = False
     may_persist: bool = True
+    share_lock: bool = False
 
     @property
     def most_workers(self) -> int:
@@ -178,3 +179,25 @@ def changes_data_set(source: str) -> int | None:
         if is_data and (id(node) in looped or name == "set_epoch"):
             return node.lineno
     return None
+
+
+def is_made_each_epoch(source: str, line: int) -> bool:
+    """Whether a loader made at this line lives for one epoch: the loop around it counts epochs, or draws from it.
+
+    Folds or stages, whose loader goes through several epochs in a loop of their own, are another thing.
+    """
+    try:
+        module = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    loops = (node for node in ast.walk(module) if isinstance(node, ast.For | ast.While))
+    around = [loop for loop in loops if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
+    if not around:
+        return False
+    loop = max(around, key=lambda loop: loop.lineno)
+    head = [loop.test] if isinstance(loop, ast.While) else [loop.target, loop.iter]
+    made = (node for node in loop.body if node.lineno <= line <= (node.end_lineno or 0))
+    names = {ast.unparse(target) for node in made if isinstance(node, ast.Assign) for target in node.targets}
+    iterated = (part for node in loop.body if isinstance(node, ast.For) for part in ast.walk(node.iter))
+    drawn = {ast.unparse(part) for part in iterated if isinstance(part, ast.expr)}
+    return any("epoch" in ast.unparse(part).lower() for part in head) or bool(names & drawn)

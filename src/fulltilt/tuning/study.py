@@ -15,7 +15,9 @@ from pathlib import Path
 from statistics import fmean
 
 from fulltilt import __version__, store
+from fulltilt.diagnosis import diagnose
 from fulltilt.diagnosis.evidence import gather
+from fulltilt.diagnosis.findings import WORKERS_SHARE_LOCK, made_for_each_pass
 from fulltilt.errors import FulltiltError, RunFolderError, UsageError
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
@@ -24,7 +26,17 @@ from fulltilt.records.secrets import mask_arguments
 from fulltilt.store import OwnedFolder
 from fulltilt.tuning.search import next_attempt
 from fulltilt.tuning.source_edit import fingerprint, source_file
-from fulltilt.tuning.space import Attempt, Space, best_of, changes_data_set, is_valid, rate, start_of, streams_alone
+from fulltilt.tuning.space import (
+    Attempt,
+    Space,
+    best_of,
+    changes_data_set,
+    is_made_each_epoch,
+    is_valid,
+    rate,
+    start_of,
+    streams_alone,
+)
 from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
 from fulltilt.tuning.trial.outcome import conclude
 from fulltilt.tuning.trial.run_trial import SCRATCH, recipe_flags, run_trial
@@ -46,7 +58,8 @@ class StudyRecord:
     """What is studied, and what the first trial told about it.
 
     ``source_sha256`` is of the file with the loader, ``script_sha256`` of the script that the command names,
-    ``data_set_changes`` the line beside the loader that changes the data set from epoch to epoch.
+    ``data_set_changes`` the line beside the loader that changes the data set from epoch to epoch, ``lock`` the line
+    with a lock for which the workers wait.
     """
 
     command: tuple[str, ...]
@@ -59,6 +72,8 @@ class StudyRecord:
     learning_rate: float | None = None
     data_set_changes: int | None = None
     script_sha256: str | None = None
+    made_each_epoch: bool = False
+    lock: str | None = None
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -129,7 +144,8 @@ class Study:
         return replace(
             self._space,
             workers_stay=streams_alone(self.record.loader),
-            may_persist=self.record.data_set_changes is None,
+            may_persist=self.record.data_set_changes is None and not self.record.made_each_epoch,
+            share_lock=self.record.lock is not None,
         )
 
     def run(self, budget_s: float, trying: Callable[[Attempt, float], None], tried: Callable[[Trial], None]) -> None:
@@ -250,9 +266,17 @@ def learned(record: StudyRecord, run: Run, arguments: Sequence[str]) -> StudyRec
         source_sha256=None if source is None else fingerprint(source),
         script_sha256=fingerprint(_script(arguments)),
         data_set_changes=changes_data_set(text),
+        made_each_epoch=evidence.loader is not None and _is_made_each_epoch(evidence.loader, text),
+        lock=next((finding.where for finding in diagnose(run) if finding.title == WORKERS_SHARE_LOCK), None),
         optimizer=next(iter(evidence.rank.optimizers), None),
         learning_rate=evidence.rank.learning_rate,
     )
+
+
+def _is_made_each_epoch(loader: LoaderRecord, source: str) -> bool:
+    """As the trial saw it, or, since it may end within an epoch, as the source says."""
+    line = int((loader.where or ":0").rpartition(":")[2])
+    return made_for_each_pass(loader) or (loader.made_by is None and is_made_each_epoch(source, line))
 
 
 def changed_file(record: StudyRecord, arguments: Sequence[str]) -> Path | None:

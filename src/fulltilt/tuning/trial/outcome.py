@@ -70,6 +70,7 @@ def conclude(
         wall_s=ended.wall_s,
         losses=answer.losses,
         others_share=evidence.host.others_share if evidence is not None else None,
+        steps=answer.steps or None,
     )
 
 
