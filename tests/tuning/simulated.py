@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
 from fulltilt.records import Settings, Trial
+from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, decide, most_workers, pays, pays_clearly
+from fulltilt.tuning.live.measurement import Knobs, Seen
 from fulltilt.tuning.space import Attempt, Space
 from fulltilt.tuning.study import next_step
 
@@ -90,3 +93,37 @@ def study(job: Job, space: Space, budget_s: float = 600.0) -> list[Trial]:
         trials.append(job.measure(attempt))
         assert len(trials) < 60, "a study has to end"
     return trials
+
+
+def live_tuning(
+    rate: Callable[[int], float],
+    busy_s: float,
+    start: int,
+    capacity: Capacity,
+    noise: float,
+    seed: int,
+    pace: Callable[[int], float] = lambda _: 1.0,
+) -> tuple[list[Knobs], list[Knobs]]:
+    """The settings in force at first and after each move, and the moves; ``pace`` is the job's own, by window."""
+    random, windows = Random(seed), itertools.count()
+
+    def see(knobs: Knobs) -> Seen:
+        own = pace(next(windows))
+        delivered = own * rate(knobs.workers) * math.exp(random.gauss(0, noise))
+        return Seen(knobs, delivered, noise, max(1 - delivered * busy_s / own, 0.0), busy_s / own)
+
+    before, untold = see(Knobs(start)), 0
+    seen: tuple[Seen, ...] = (before,)
+    in_force, moves = [before.knobs], list[Knobs]()
+    while not isinstance(move := decide(seen, capacity, (), untold), Settle):
+        assert 1 <= move.workers <= most_workers(capacity, move.prefetch)[0]
+        trial = see(move)
+        again = before if pays_clearly(before, trial) else see(before.knobs)
+        paid = pays(before, trial, again)
+        known = at_pace_of(again, before, trial, seen)
+        again_is_allowed = paid is None and move not in moves
+        seen, untold = (known[:-1], untold + 1) if again_is_allowed else (known, untold)
+        before = known[-1] if paid else again
+        in_force.append(before.knobs)
+        moves.append(move)
+    return in_force, moves

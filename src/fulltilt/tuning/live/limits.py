@@ -13,7 +13,7 @@ class Limits:
     enough_wait_share: float = 0.03  # a healthy loader's next() costs 1 to 3 %: there the loader is no longer the limit
     clear_wait_share: float = 0.2  # so far above the last that a few more batches would not bring it down there
     paid_share: float = 0.02  # two windows of the same setting differ by this much
-    sure_errors: float = 2.0  # standard errors: a larger difference is chance once in twenty times
+    sure_errors: float = 1.5  # standard errors; twice these would refuse gains of 5 % on uneven jobs
     clear_gain: float = 1.5  # so many times as fast: a job hardly ever changes its own pace by that within a trial
     most_moves: int = 8  # with what is in force measured again behind most, at nine to fourteen seconds: two minutes
 
