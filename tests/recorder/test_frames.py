@@ -297,6 +297,27 @@ def test_the_line_of_the_loop_that_calls_a_function_is_named_beside_the_line_ins
     assert not any(view.called_at for view in views if view.function.endswith("train"))
 
 
+def test_what_a_function_computes_is_told_with_the_line_of_the_loop_that_calls_it() -> None:
+    """A metric's forward passes were lost among those of the training."""
+    model = torch.nn.Linear(600, 600)
+
+    @torch.no_grad()
+    def metric(x: torch.Tensor) -> None:
+        model(x).sum()
+
+    def train() -> None:
+        x = torch.randn(200, 600)
+        for _ in range(10):
+            metric(x)
+        for _ in range(10):
+            model(x)
+
+    views = [view for view in looks_at(train, holding=frozenset({train.__code__})) if view.kind == "torch"]
+    assert {view.called_at[2] for view in views if view.called_at} == {"metric(x)"}
+    assert {view.function.endswith("metric") for view in views if view.called_at} == {True}
+    assert any(view.function.endswith("train") for view in views)
+
+
 def test_a_function_that_the_loop_calls_for_a_whole_step_is_part_of_it() -> None:
     """training_step(batch) was said to be taken out of the step."""
     known = LoopFrames()

@@ -129,6 +129,7 @@ class RankState:
         self._drawing_lines = LineTimes()
         self._drawn_from = LineTimes()
         self._loop_calls = LineTimes()
+        self._computing_calls = LineTimes()
         self.sync_lines = LineTimes()
         self.checkpoint_lines = LineTimes()
         self.load_lines: dict[int, LineTimes] = {}
@@ -206,6 +207,9 @@ class RankState:
                 self._loop_calls.charge(where, function, weight_s, call)
         elif view.kind == "torch":
             self._compute_lines.add(view, weight_s)
+            if view.called_at is not None:
+                where, function, call = view.called_at
+                self._computing_calls.charge(where, function, weight_s, call)
         elif view.kind == "checkpoint":
             self.checkpoint_lines.add(view, weight_s)
 
@@ -310,6 +314,7 @@ class RankState:
             operations=None if on_gpu else self.operations,
             drawn_from=next(iter(self._drawn_from.top(1)), None),
             loop_calls=self._loop_calls.top(3),
+            computing_calls=() if on_gpu else self._computing_calls.top(),
             sync_lines=self.sync_lines.top(stretch=stretch),
             checkpoint_lines=self.checkpoint_lines.top(),
             syncs=round(stretch * self.syncs),

@@ -460,6 +460,7 @@ class RankRecord:
     operations: int | None = None  # in autograd's graph of one backward on the CPU, counted once, up to a bound
     drawn_from: HotLine | None = None  # a generator of the script's, at the line where the training loop iterates it
     loop_calls: tuple[HotLine, ...] = ()  # lines of the training loop that call a function of the script's
+    computing_calls: tuple[HotLine, ...] = ()  # the same, by what torch computes in there on the CPU
     validates_at: str | None = None  # the line of the training loop, or around it, that leads to validation
     sync_lines: tuple[HotLine, ...] = ()
     checkpoint_lines: tuple[HotLine, ...] = ()

@@ -226,6 +226,8 @@ def compute_bound(evidence: Evidence) -> Judgement:
     if evidence.on_gpu:
         fix += "Only less arithmetic makes it faster: a smaller model, lower precision, torch.compile."
     else:
+        calls = [call for call in evidence.rank.computing_calls if call.seconds >= LIMITS.warn_share * compute_s]
+        facts += [f"of compute, {line_cost(call, compute_s)}" for call in calls[:3]]
         facts += (others := neighbours(evidence))
         ways = ["Run it where other processes leave it the CPUs"] if others else []
         if evidence.crowded_by_workers:

@@ -137,6 +137,7 @@ def host_code(evidence: Evidence) -> Judgement:
         call = None  # something else costs more than all that it leads to
     facts = [time_spent(evidence, "code of the script's own", cost_s)]
     facts += costliest_lines((call, *lines) if call else lines, cost_s)
+    facts += _computing_in(evidence, call) if call else []
     if not lines:
         facts.append("no stack was sampled, so the line is not known")
     predicted = by_removing(share)
@@ -163,6 +164,18 @@ def host_code(evidence: Evidence) -> Judgement:
     if slow:
         fix = _speed_up_line(slow, call or slow, share, _is_seldom(evidence), fed=evidence.loader is not None)
     return found(evidence, "host_code", cost_s, facts, fix, slow.where if slow else None, predicted)
+
+
+def _computing_in(evidence: Evidence, call: HotLine) -> list[str]:
+    """What torch computes in a call of the loop's, as a fact; nothing where that is next to nothing."""
+    same = (
+        line for line in evidence.rank.computing_calls if (line.where, line.function) == (call.where, call.function)
+    )
+    computing_s = sum(line.seconds for line in same)
+    if computing_s < LIMITS.telling_line_share * call.seconds:
+        return []
+    place = f"{call.call or call.function}{at(call.where)}"
+    return [f"what torch computes in {place} counts as compute: {seconds(computing_s)} more"]
 
 
 def _is_seldom(evidence: Evidence) -> bool:

@@ -65,8 +65,8 @@ class StackView:
 
     ``of_training``: a model or an optimizer was called, and not some function of torch's alone. ``sampling``: a
     loader's sampler was at work. ``waits``: for another thread or process. ``drawn_from``: a generator of the user's
-    that the training loop iterates: the line of the loop, the generator, the expression there. ``called_at``: the same
-    for a function of the user's that the loop calls. ``inside``: functions of libraries' that the line led to.
+    that the training loop iterates: the line of the loop, the generator, the expression there. ``called_at``: the
+    same for a function of the user's that the loop calls, no model. ``inside``: functions of libraries' that it led to.
     """
 
     kind: str
@@ -156,7 +156,7 @@ def view_of(
     called: Spot | None = None
     inner: CodeType | None = None
     generator: int | None = None
-    in_module = in_library_iterator = in_library_module = of_training = sampling = False
+    in_module = in_library_iterator = in_library_module = of_training = sampling = calls_module = False
     special: str | None = None
     for depth, spot in enumerate(calls):
         code = spot[0]
@@ -198,7 +198,8 @@ def view_of(
                 if user is None and called is not None:
                     inner = outside[0] if outside else called[0]
                 user = user or spot
-                calling = calling or (spot if code in loop or code in step else None)
+                if calling is None and (code in loop or code in step):
+                    calling, calls_module = spot, depth > 0 and owner(calls[depth - 1][0].co_filename) == "torch_module"
             if code.co_name in SAVING or (code not in loop and _saves(code)):
                 special = special or "checkpoint"
             if not in_module and _is_drawn_from(code, calls[depth + 1 :]) and code not in loop:
@@ -220,7 +221,8 @@ def view_of(
     others = (spot for spot in calls if owner(spot[0].co_filename) != "fulltilt")
     spot = user or outside or in_loop or next(others, top)
     called_at = None
-    if kind == "host" and not in_module and calling is not None and calling is not spot:
+    told = (kind == "host" and not in_module) or (kind == "torch" and not calls_module)
+    if told and calling is not None and calling is not spot:
         called_at = _shown(calling), calling[0].co_qualname, shown_at(*calling)
     of_line = _shown(spot), spot[0].co_qualname, shown_at(*spot)
     within = _within(called[0], inner) if called is not None and inner is not None else None
