@@ -74,7 +74,10 @@ class Abstention:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The run in one sentence. ``code`` is the first finding's, ``no_steps`` when nothing trained, or ``too_short``."""
+    """The run in one sentence. ``code`` is the first finding's, ``no_steps`` when nothing trained, or ``too_short``.
+
+    The sentence tells ``share_after_startup``; ``share`` is the same as a share of the wall time.
+    """
 
     code: str
     share: float
