@@ -466,6 +466,21 @@ def test_time_in_which_workers_wait_for_a_cpu_is_not_told_as_computing() -> None
     assert any("computing or waiting for a CPU" in fact for fact in finding.evidence)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"iterable": True}, True),
+        ({"iterable": True, "num_workers": 1}, False),
+        ({"iterable": True, "dataset": "WebDataset"}, False),
+        ({}, False),
+    ],
+)
+def test_workers_of_a_stream_are_to_skip_before_they_decode(changes: dict[str, object], told: bool) -> None:
+    """Each of two workers decoded every record and kept its half."""
+    fix = found(input_cpu_bound(gather(fed(workers(), cpus=2.0, **changes)))).fix
+    assert ("skips the samples of other workers (get_worker_info()) before it reads" in fix) is told
+
+
 def test_busy_workers_that_fill_the_cpus_need_a_cheaper_line() -> None:
     finding = found(input_cpu_bound(gather(fed(workers(), cpus=2.0))))
     assert finding.fix.startswith("Make decode (dataset.py:48) cheaper: 2 workers and the training fill the CPUs")

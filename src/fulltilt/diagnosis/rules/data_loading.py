@@ -350,6 +350,11 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
         fix, predicted = _cheaper_fetch(evidence, loader, limit, line), _line_gain(evidence, line)
     if evidence.workers:
         fix, predicted = with_cheaper_call(evidence, line, evidence.workers.fetch_s, fix, predicted)
+    if loader.iterable and loader.num_workers > 1 and not divides_itself(loader):
+        fix += (
+            f" See that {loader.dataset} skips the samples of other workers (get_worker_info()) before it reads and "
+            "decodes them: where it does so afterwards, each worker does the work of all."
+        )
     if others:
         fix += f" {OTHERS_TAKE_CPUS}"
     if limit is Limit.IO:
