@@ -321,16 +321,11 @@ class SpanBuilder:
         self._t0_ns = t0_ns
         self._state = state
         self._sampler = sampler
-        self._usual = Usual()
+        self.usual = Usual()
         self._warm_up = WarmUp()
         self._ready: list[Span] = []
         # Of the first step, until it is known how much of it was warming up: launching, and the GPU's work.
         self._first: tuple[float, float] | None = None
-
-    @property
-    def launch_share(self) -> float:
-        """For how much of the time the GPU has waited lately for kernels to be launched."""
-        return self._usual.launch_share
 
     def add(self, intervals: list[Interval]) -> None:
         """Make spans of these intervals, which are taken out of the list."""
@@ -339,7 +334,7 @@ class SpanBuilder:
         state, seen, held_up = self._state, self._sampler.split(), self._sampler.backward_held_up
         exposed_s = state.exposed_communication_s()
         for interval in intervals:
-            attributed = attribute(interval, seen, self._usual, exposed_s, held_up)
+            attributed = attribute(interval, seen, self.usual, exposed_s, held_up)
             busy_s = attributed.buckets.compute_s if interval.gpu and interval.steps else 0.0
             state.launch_s += attributed.launch_s
             state.gpu_busy_s += busy_s

@@ -25,11 +25,7 @@ ITERABLES: dict[str, tuple[str, dict[str, Brings]]] = {
 def imported_iterables() -> list[ModuleType]:
     """The modules of these that this process has imported so far, without one that is being imported."""
     modules = (sys.modules.get(name) for name in ITERABLES)
-    return [module for module in modules if module is not None and not _is_unfinished(module)]
-
-
-def _is_unfinished(module: ModuleType) -> bool:
-    return bool(getattr(module.__spec__, "_initializing", False))
+    return [one for one in modules if one is not None and not getattr(one.__spec__, "_initializing", False)]
 
 
 class ImportWatcher(importlib.abc.MetaPathFinder):

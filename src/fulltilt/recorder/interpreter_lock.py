@@ -54,7 +54,8 @@ class LockTurns:
     def share(self) -> None:
         """Put the turns in force that suit the threads there are now; a script's own shorter ones stay."""
         now_s = sys.getswitchinterval()
-        if now_s > IN_COMPANY_S or _is(now_s, ALONE_S) or _is(now_s, IN_COMPANY_S):
+        # Python keeps whole microseconds.
+        if now_s > IN_COMPANY_S or min(abs(now_s - ALONE_S), abs(now_s - IN_COMPANY_S)) < 0.5e-6:
             sys.setswitchinterval(self._suitable_s())
 
     def every_s(self, usual_s: float) -> float:
@@ -177,8 +178,3 @@ def wake_on_time() -> None:
     """Let the calling thread be woken when it is due: by default Linux takes 50 µs more to save power."""
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
-
-
-def _is(turn_s: float, known_s: float) -> bool:
-    """Python keeps whole microseconds."""
-    return abs(turn_s - known_s) < 0.5e-6

@@ -230,17 +230,13 @@ class Recording(LoopMarks):
         self._files = RunFiles(self.folder, self._name, t0_ns, gpus, asked, self._task or launched_task((), os.environ))
         if self._files.aside is not None:
             print(f"fulltilt: {self.folder} held a run already; it is now in {self._files.aside}", file=sys.stderr)
-        self._sampler = Sampler(self._take, gpus=gpus, host=HostProbe(os.getpid()), t0=t0_ns * 1e-9)
+        self._sampler = Sampler(self._files.take, gpus=gpus, host=HostProbe(os.getpid()), t0=t0_ns * 1e-9)
         self._sampler.start()
         self._session = Session(torch, self._files.folder, t0_ns)
         self._session.begin_here()
         self._session.exits.write_record = self._write_record
         atexit.register(self._stop_with_process)
         return self
-
-    def _take(self, sample: Sample) -> None:
-        if self._files is not None:
-            self._files.take(sample)
 
     def stop(self, *, error: BaseException | None = None) -> None:
         """End the recording and write its report, which a notebook shows. ``error`` has ended the loop, if known."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections import deque
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import psutil
@@ -140,14 +141,11 @@ class Following:
     def read(self) -> None:
         """Take in what was written since the last call."""
         if not self._offset and not self._steps.exists() and (ranks := store.rank_parts(self._folder)):
-            self._steps, self._rank = (
-                self._folder / store.steps_file(*ranks[0]),
-                self._folder / store.rank_file(*ranks[0]),
-            )
+            self._steps = self._folder / store.steps_file(*ranks[0])
+            self._rank = self._folder / store.rank_file(*ranks[0])
         spans, self._offset = store.read_new_lines(self._steps, Span, self._offset)
-        for span in spans:
-            self.steps += span.steps
-            self._recent.append(span)
+        self.steps += sum(span.steps for span in spans)
+        self._recent.extend(spans)
         while len(self._recent) > 2 and self._recent[-1].t1_s - self._recent[1].t0_s > WARN_AFTER_S:
             self._recent.popleft()
         if spans and self._rank.exists():
@@ -155,10 +153,7 @@ class Following:
 
     def recent_buckets(self, last_s: float) -> Buckets:
         """Where the time of the last seconds of training went."""
-        total = Buckets()
-        for span in self._since(last_s):
-            total = total.plus(span.buckets)
-        return total
+        return reduce(Buckets.plus, (span.buckets for span in self._since(last_s)), Buckets())
 
     def words(self) -> str:
         """How the job fares, in a few words."""

@@ -202,16 +202,14 @@ class RankState:
             if view.drawn_from is not None:
                 where, generator, call = view.drawn_from
                 self._drawn_from.charge(where, generator, weight_s, call)
-            if view.called_at is not None and view.kind == "host":
-                where, function, call = view.called_at
-                self._loop_calls.charge(where, function, weight_s, call)
         elif view.kind == "torch":
             self._compute_lines.add(view, weight_s)
-            if view.called_at is not None:
-                where, function, call = view.called_at
-                self._computing_calls.charge(where, function, weight_s, call)
         elif view.kind == "checkpoint":
             self.checkpoint_lines.add(view, weight_s)
+        if view.called_at is not None and activity is not Activity.DATA_WAIT:
+            where, function, call = view.called_at
+            calls = self._loop_calls if view.kind == "host" else self._computing_calls
+            calls.charge(where, function, weight_s, call)
 
     def waited_for_gpu(self, where: str, function: str, call: str, took_s: float, stands_for: float) -> None:
         """A call waited for the GPU; it stands for so many like it."""

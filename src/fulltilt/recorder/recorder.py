@@ -270,7 +270,7 @@ class Recorder:
             step_s = (interval.t1_ns - interval.t0_ns) * NS / max(interval.steps, 1)
             self.usual_step_s = min(step_s, 2 * (self.usual_step_s or step_s))  # a single long one is not usual
             builder.long_ns = max(LONG_STEP_ON_GPU_NS, LONG_STEP_FACTOR * self.usual_step_s / NS)
-            launch_share = self._spans.launch_share if clock is not None else None
+            launch_share = self._spans.usual.launch_share if clock is not None else None
             self.rest.plan = plan(builder.steps, builder.calls, step_s, self.state.scaler, launch_share)
 
     def _plan_calibration(self) -> None:

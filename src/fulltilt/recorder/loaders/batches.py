@@ -87,8 +87,7 @@ def _counts_of_sequence(value: list[Any] | tuple[Any, ...], depth: int) -> Itera
     # A tuple of columns (images, labels) counts by its first column; a list of samples counts by its length.
     inner = [list(_counts(item, depth - 1)) for item in value[:WIDEST]]
     firsts = {counts[0] for counts in inner if counts}
-    columns = len(firsts) == 1 and isinstance(value, tuple | list) and len(value) <= WIDEST
-    if columns:
+    if len(firsts) == 1 and len(value) <= WIDEST:
         yield firsts.pop()
         yield len(value)
     else:
