@@ -170,7 +170,7 @@ def observed(loop: Loop, warm_up_s: float) -> Iterator[Block]:
     """Blocks under Fulltilt's recorder, long after its first seconds. Between them it is put aside altogether."""
     with tempfile.TemporaryDirectory() as folder:
         session = Session(torch, create_folder(Path(folder) / "run"), time.perf_counter_ns())
-        turns, usual = session.recorder._lock_turns, stack_sampler.StackSampler.usually_every_s
+        turns, usual = session.observer.lock_turns, stack_sampler.StackSampler.usually_every_s
 
         def put_aside() -> None:
             session.restore()

@@ -65,8 +65,7 @@ def patched(happened: list[Any]) -> Iterator[Callable[..., ExitHooks]]:
 
     def install() -> ExitHooks:
         recorder: Any = SimpleNamespace(active=True, pid=os.getpid(), mine=lambda: False)
-        patches = ExitHooks(recorder)
-        patches.write_record = lambda status: happened.append(("written", status))
+        patches = ExitHooks(recorder, lambda status: happened.append(("written", status)))
         patches.install(swapped)
         return patches
 

@@ -106,7 +106,7 @@ def tuning(
             patch(f"{home}.pays_clearly", lambda *_: clearly),
             patch("fulltilt.tuning.live.streamed.pays", one.pays),
             patch.object(BatchCheck, "begin", _begin_and_wait),
-            patch("fulltilt.tuning.live.measure_capacity", lambda *_: capacity),
+            patch("fulltilt.tuning.live.process.measure_capacity", lambda *_: capacity),
         ):
             yield one
     finally:

@@ -30,10 +30,10 @@ PACKAGE = "FULLTILT_PACKAGE"
 ALSO = "FULLTILT_ALSO"
 
 current: Session | None = None
-# How many CPUs this process may use, before the script has imported or set anything.
-cpus_at_start: int | None = None
 # The variables of `fulltilt run` as the process began: a script may empty its environment before it imports torch.
 _told: dict[str, str] = {}
+# How many CPUs this process may use, before the script has imported or set anything.
+_cpus_at_start: int | None = None
 _forks_are_followed = False
 
 
@@ -58,9 +58,9 @@ def environment(folder: Path, t0_ns: int, settings: Path | None, deep: int) -> d
 
 def when_torch_is_imported() -> None:
     """Start a session as soon as this process has imported torch."""
-    global cpus_at_start
+    global _cpus_at_start
     with contextlib.suppress(AttributeError, OSError):  # before the job: nothing of ours may end it
-        cpus_at_start = len(os.sched_getaffinity(0))
+        _cpus_at_start = len(os.sched_getaffinity(0))
     _told.update((name, value) for name, value in os.environ.items() if name.startswith("FULLTILT_"))
     user_code.began_in()  # before the script goes elsewhere
     sys.meta_path.insert(0, ImportWatcher({"torch": start, **dict.fromkeys(ITERABLES, _watch_iterables)}))
@@ -83,6 +83,7 @@ def start(torch: ModuleType) -> None:
             settings=_told.get(SETTINGS),
             deep=int(_told.get(DEEP) or 0),
         )
+        current.state.cpus_at_start = _cpus_at_start
         current.install()
         _finish_with_process()
         for name in filter(None, _told.get(ALSO, "").split(",")):

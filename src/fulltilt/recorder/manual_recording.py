@@ -262,7 +262,7 @@ class Recording(LoopMarks):
     def _write_record(self, status: int) -> None:
         """The process is about to leave at once: there is time to write the record, but not to explain it."""
         if self._session is not None and self._files is not None:
-            self._session.recorder.finish()
+            self._session.observer.finish()
             self._files.close("killed" if status < 0 else "crashed" if status else "done", status)
 
     def _stop_with_process(self) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulltilt import records
-from fulltilt.recorder import attach
 from fulltilt.recorder.interpreter_lock import OtherThreads, cpu_times_s
 from fulltilt.recorder.intervals import IntervalBuilder
 from fulltilt.recorder.launchers import RANKED
@@ -115,6 +114,7 @@ class RankState:
         self.rank = _number_in("RANK", 0)
         self.world_size = _number_in("WORLD_SIZE", 1)
         self.group: str | None = None
+        self.cpus_at_start: int | None = None  # how many this process might use before the script set anything
         self._parent_pid = os.getppid()  # now: it may end before this process does
         self.taps: LoaderTaps  # set by the session: they need the recorder, and that needs this
         self.steps = 0
@@ -339,7 +339,7 @@ class RankState:
             alloc_retries=stats.get("num_alloc_retries"),
             memory=self.memory,
             torch_threads=self._torch.get_num_threads(),
-            cpus_at_start=attach.cpus_at_start,
+            cpus_at_start=self.cpus_at_start,
             cpus=len(allowed_cpus()),
             cpu_wait_s=None if times is None else times[2],
             off_cpu_s=None if times is None else times[0] - times[1],

@@ -1,4 +1,4 @@
-"""One recording process put together: recorder, state of the rank, loader taps and the hooks into torch."""
+"""One recording process put together: recorder, observer, state of the rank, loader taps and the hooks into torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fulltilt.recorder.hooks.training import StepHooks, watch_garbage_collector,
 from fulltilt.recorder.import_watcher import imported_iterables
 from fulltilt.recorder.loaders import LoaderTaps
 from fulltilt.recorder.loaders.settings_file import LoaderOverride, read_loader, read_settings
+from fulltilt.recorder.observer import Observer
 from fulltilt.recorder.profiler import StepProfiler
 from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.recorder import Recorder
@@ -30,10 +31,11 @@ class Session:
         self._torch: Any = torch
         self.state = RankState(torch)
         self.recorder = Recorder(folder, t0_ns, self.state)
+        self.observer = Observer(self.recorder)
         self.taps = LoaderTaps(self.recorder, torch)
         self.state.taps = self.taps
         self.device = DeviceHooks(torch, self.recorder)
-        self.exits = ExitHooks(self.recorder)
+        self.exits = ExitHooks(self.recorder, lambda _: self.observer.finish())
         self._steps = StepHooks(torch, self.recorder, self.taps, self.device.trains_on_gpu)
         self._graphs = GraphHooks(torch, self.recorder, self._steps)
         self._patches = Patches()
@@ -92,6 +94,6 @@ class Session:
         try:
             if self.state.replicas:
                 self.state.read_communication()
-            self.recorder.finish()
+            self.observer.finish()
         except Exception as error:
             print(f"fulltilt: the record of this process is incomplete: {error}", file=sys.stderr)

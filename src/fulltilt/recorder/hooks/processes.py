@@ -78,10 +78,10 @@ PATIENCE_S = 3.0
 class ExitHooks:
     """Has the record written before os._exit and os.abort."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, write_record: Callable[[int], None]) -> None:
         self._recorder = recorder
         # Told the status before the process leaves. Where a run is recorded by hand, its folder is closed as well.
-        self.write_record: Callable[[int], None] = lambda _: recorder.finish()
+        self.write_record = write_record
 
     def install(self, patches: Patches) -> None:
         """Stand at the functions of os that end this program."""

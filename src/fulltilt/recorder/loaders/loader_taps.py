@@ -104,6 +104,7 @@ class LoaderTaps(Drawing):
 
     def __init__(self, recorder: Any, torch: Any) -> None:
         super().__init__(recorder, torch.is_grad_enabled)
+        workers.own_recorder = recorder
         self.mailbox = workers.Mailbox()
         self.starting_workers = False
         self.override: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None

@@ -44,6 +44,8 @@ NO_DATA = ("/proc/", "/sys/", sys.prefix, sys.base_prefix)
 
 # The worker loops by the module that holds them. A forked worker inherits them from here; a spawned one imports them.
 plain_loops: dict[str, Callable[..., None]] = {}
+# The recorder of this process: a spawned worker, too, attached itself like any Python process, and trains nothing.
+own_recorder: Any = None
 
 
 def home_of_loop(module: str) -> Any:
@@ -275,11 +277,9 @@ def allowed_cpus() -> tuple[int, ...]:
 
 def run_worker(mailbox: socket.socket, loader_id: int, in_pass: int, home: str, *args: Any) -> None:
     """The worker loop of ``home`` with a meter around each fetch. A meter that fails leaves the loop as it is."""
-    from fulltilt.recorder import attach
-
     original = plain_loops.get(home) or importlib.import_module(home)._worker_loop
-    if attach.current is not None:
-        attach.current.recorder.active = False  # a spawned worker attached itself like any Python process
+    if own_recorder is not None:
+        own_recorder.active = False
     try:
         meter = FetchMeter(mailbox, loader_id, in_pass)
         stop = threading.Event()

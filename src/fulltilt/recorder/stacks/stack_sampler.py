@@ -6,16 +6,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from types import CodeType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fulltilt.recorder.loaders import PassMeter
 from fulltilt.recorder.marks import Activity, Totals
+from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.stacks.frames import Stack, StackView, stack_of, user_code_in_backward, view_of
 from fulltilt.recorder.steps import LONG_STEP_NS
 from fulltilt.records import HotLine
-
-if TYPE_CHECKING:
-    from fulltilt.recorder.recorder import Recorder
 
 SAMPLE_EVERY_S = 0.01
 # A short run has few samples to divide its time by: at first they come twice as often.

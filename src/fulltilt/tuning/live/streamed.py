@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.records import LiveMove, LiveRecord, Settings
@@ -28,10 +28,8 @@ from fulltilt.tuning.live.measurement import (
     with_figures,
     with_outcome,
 )
+from fulltilt.tuning.live.process import TunedProcess
 from fulltilt.tuning.live.worker_pool import copy_of, knobs_of
-
-if TYPE_CHECKING:
-    from fulltilt.tuning.live import Live
 
 CARRIED_OVER = "what its data set holds changes as it is read, and a worker would not carry it into the next pass"
 COMES_OUT_DIFFERENT = "its batches come out different in a worker, or in another order"
@@ -45,11 +43,11 @@ MOST_ARRIVALS = 4096
 class StreamTuner:
     """Measures a pass of the script's own, one with a worker and one of the script's own again; keeps what pays."""
 
-    def __init__(self, live: Live, tap: LoaderTap) -> None:
+    def __init__(self, process: TunedProcess, tap: LoaderTap) -> None:
         self.tap = tap
         own = Settings(num_workers=0)
         self.record = LiveRecord(tap.loader_id, "watching", "a streamed data set is tuned from pass to pass", own, own)
-        self._live = live
+        self._process = process
         self._workers = 0
         self._own: Seen | None = None
         self._tried: Seen | None = None  # what the pass with a worker gave
@@ -63,20 +61,20 @@ class StreamTuner:
             self._judge(loader, last, iterate)
         if self._workers:
             loader = _with_a_worker(loader)
-        source = self._live.session.taps.with_meters(partial(iterate, loader), self.tap)
+        source = self._process.session.taps.with_meters(partial(iterate, loader), self.tap)
         self._last = StreamPass(source, loader, looks=self.record.state == "watching")
         return self._last
 
     def _judge(self, loader: Any, last: StreamPass, iterate: Callable[[Any], Any]) -> None:
         """Decide by the last pass how the next one is drawn."""
-        if (why := reason_against(loader) or last.problem or self._live.reason_of_job(streams=True)) is not None:
+        if (why := reason_against(loader) or last.problem or self._process.reason_of_job(streams=True)) is not None:
             self._settle("left_alone", why, 0)
-        elif (seen := last.seen(self._live.limits)) is None:
+        elif (seen := last.seen(self._process.limits)) is None:
             return  # it was left early, or too short
         elif self._own is None:
             self.record = with_figures(self.record, seen)
             earlier, self._began = self._began, last.began
-            if seen.wait_share <= self._live.limits.enough_wait_share:
+            if seen.wait_share <= self._process.limits.enough_wait_share:
                 self._settle("settled", "the loader is no longer the limit", 0)
             elif earlier is None:
                 return
@@ -86,7 +84,7 @@ class StreamTuner:
                 self._settle("left_alone", COMES_OUT_DIFFERENT, 0)
             else:
                 self._own = seen
-                move = LiveMove(Settings(num_workers=1), self._live.now_s())
+                move = LiveMove(Settings(num_workers=1), self._process.now_s())
                 self.record = replace(self.record, state="trying", why="trying 1 worker", moves=(move,))
                 self._workers = self.tap.serving_workers = 1
         elif self._tried is None:
@@ -97,7 +95,7 @@ class StreamTuner:
             self._end_trial(self._own, self._tried, seen)
 
     def _end_trial(self, own: Seen, seen: Seen, again: Seen) -> None:
-        paid = pays(own, seen, again, self._live.limits)
+        paid = pays(own, seen, again, self._process.limits)
         why = changed_by_itself(own, again) if paid is None else None
         self.record = with_figures(with_outcome(self.record, "kept" if paid else "returned", seen, why), again)
         if paid:
@@ -106,7 +104,7 @@ class StreamTuner:
         told = "it cannot be told whether 1 worker pays" if why else f"1 worker {'paid' if paid else 'did not pay'}"
         self._settle("settled", f"{told}; more would change the order", int(bool(paid)))
         if paid:
-            self._live.write(self.tap.where, self.record.settings)
+            self._process.write(self.tap.where, self.record.settings)
 
     def _settle(self, state: Literal["settled", "left_alone"], why: str, workers: int) -> None:
         self._workers = self.tap.serving_workers = workers

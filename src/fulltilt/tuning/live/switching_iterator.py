@@ -9,13 +9,40 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from fulltilt.tuning.live.measurement import Arrival
+from fulltilt.tuning.live.batch_check import BatchCheck
+from fulltilt.tuning.live.measurement import Arrival, Knobs
 from fulltilt.tuning.live.worker_pool import IndexQueue, WorkerPool, is_of_data_set, sampler_of
 
-if TYPE_CHECKING:
-    from fulltilt.tuning.live.tuner import LoaderTuner
+
+class Tuner(Protocol):
+    """Who decides which pool goes on; told of everything that happens in a pass."""
+
+    user: Knobs
+    drawn: int
+
+    @property
+    def collecting_check(self) -> BatchCheck | None:
+        """The check that wants to see the next batch, if any."""
+
+    def at_boundary(self, source: SwitchingIterator) -> None:
+        """The script asks for its next batch."""
+
+    def arrived(self, source: SwitchingIterator, arrival: Arrival) -> None:
+        """Another batch came."""
+
+    def pass_ended(self, source: SwitchingIterator) -> None:
+        """All batches of a pass were given."""
+
+    def make_here(self, source: SwitchingIterator, indices: Any) -> tuple[Any, Any]:
+        """A batch, made in the training process."""
+
+    def replace_failed(self, source: SwitchingIterator, pool: WorkerPool, error: Exception) -> WorkerPool:
+        """The pool that goes on where this one broke."""
+
+    def broke(self, error: Exception) -> None:
+        """Tuning itself went wrong."""
 
 
 class SwitchingIterator:
@@ -24,7 +51,7 @@ class SwitchingIterator:
     All of it runs on the thread that draws.
     """
 
-    def __init__(self, tuner: LoaderTuner, loader: Any) -> None:
+    def __init__(self, tuner: Tuner, loader: Any) -> None:
         self.loader = loader
         self.ended = True
         self._tuner = tuner

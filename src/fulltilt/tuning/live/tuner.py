@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -35,6 +35,7 @@ from fulltilt.tuning.live.measurement import (
     with_outcome,
     words,
 )
+from fulltilt.tuning.live.process import TunedProcess
 from fulltilt.tuning.live.ranks import Report
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
 from fulltilt.tuning.live.worker_pool import (
@@ -48,9 +49,6 @@ from fulltilt.tuning.live.worker_pool import (
     starts_slowly,
 )
 from fulltilt.tuning.space import LOADER_SETTINGS
-
-if TYPE_CHECKING:
-    from fulltilt.tuning.live import Live
 
 # Far from the seeds that torch gives the workers of one pool, one after the other.
 SEED_STEP = 0x9E3779B97F4A7C15
@@ -73,15 +71,15 @@ class Phase(Enum):
 class LoaderTuner:
     """Tunes one loader. All of it runs on the thread that draws, between two batches.
 
-    ``record`` is what reports read; ``live`` writes down which settings come into force, and that they are taken back.
+    ``record`` is what reports read. What was found is written for `fulltilt run --settings`, and taken back.
     """
 
-    def __init__(self, live: Live, tap: LoaderTap) -> None:
+    def __init__(self, process: TunedProcess, tap: LoaderTap) -> None:
         self.tap = tap
         self.drawn = 0  # batches, over all passes
-        self._live = live
-        self._limits = live.limits
-        self._window = Window(live.limits)
+        self._process = process
+        self._limits = process.limits
+        self._window = Window(process.limits)
         self._left_alone = self._is_known = False
         self._reported, self._batches_per_s, self._key = 0, 0.0, ""
         self._look_at_s = 0.0
@@ -122,7 +120,7 @@ class LoaderTuner:
         source = self._source()
         goes_on = self._persists and source is not None
         if not goes_on and (self._left_alone or (source is not None and not source.ended)):
-            return self._live.session.taps.with_meters(partial(iterate, loader), self.tap)
+            return self._process.session.taps.with_meters(partial(iterate, loader), self.tap)
         if source is None or not goes_on:
             source = SwitchingIterator(self, copy_of(loader))
             self._source, self._persistent = weakref.ref(source), source if self._persists else None
@@ -209,7 +207,7 @@ class LoaderTuner:
             return
         if self._is_checked:
             self._try(source)
-        elif check.verdict == BatchCheck.RANDOM and self._live.exact:
+        elif check.verdict == BatchCheck.RANDOM and self._process.exact:
             self.leave_alone("its data set draws random numbers, which in other workers would be others (--exact)")
         elif check.verdict not in (BatchCheck.SAME, BatchCheck.RANDOM):
             self.leave_alone(check.verdict)
@@ -227,12 +225,12 @@ class LoaderTuner:
         seen = self._window.add(arrival)
         if seen is None:
             return
-        if self._live.ranks is None and not self._live.is_alone():
+        if self._process.ranks is None and not self._process.is_alone():
             return  # they have not met yet
         with self._costs():
             self._batches_per_s = seen.batches_per_s
             reason = None if self._seen else reason_of_sampler(sampler_of(source.loader), source.queue.indices)
-            if (reason := reason or self._live.reason_of_job()) is not None:
+            if (reason := reason or self._process.reason_of_job()) is not None:
                 self.leave_alone(reason)
             else:
                 self._report(source, seen=self._with_pass_start(source, seen))
@@ -253,9 +251,9 @@ class LoaderTuner:
     def _report(self, source: SwitchingIterator, **what: Any) -> None:
         """Act on this, or, in a job of several ranks, let all of them agree on what each of them reports."""
         tensors = self._check.tensors_per_batch if self._check is not None else 0
-        capacity = self._live.capacity(self.tap, tensors)
-        report = self._live.report(self.tap, self.drawn, self.user, capacity, **what)
-        if (ranks := self._live.ranks) is None:
+        capacity = self._process.capacity(self.tap, tensors)
+        report = self._process.report(self.tap, self.drawn, self.user, capacity, **what)
+        if (ranks := self._process.ranks) is None:
             self._act(source, report)
             return
         try:
@@ -269,7 +267,7 @@ class LoaderTuner:
 
     def _look_for_others(self, source: SwitchingIterator) -> None:
         """Act on what the ranks agreed on, at the batch that they agreed on."""
-        now_s, ranks = time.perf_counter(), self._live.ranks
+        now_s, ranks = time.perf_counter(), self._process.ranks
         if self._agreed is None and ranks is not None and now_s >= self._look_at_s:
             self._look_at_s = now_s + LOOK_EVERY_S
             with self._costs():
@@ -333,7 +331,7 @@ class LoaderTuner:
     def _try(self, source: SwitchingIterator) -> None:
         """Let a pool with the wanted settings go on behind what is under way."""
         knobs = self._wanted
-        move = LiveMove(self._settings(knobs), self._live.now_s(), batch=self.drawn)
+        move = LiveMove(self._settings(knobs), self._process.now_s(), batch=self.drawn)
         self._note("trying", f"trying {words(knobs)}", moves=(*self.record.moves, move))
         self.phase, self._is_trying = Phase.TRYING, True
         self._window.begin(knobs, knobs.workers * knobs.prefetch, self._to_beat.batches_per_s)
@@ -367,7 +365,7 @@ class LoaderTuner:
             self.record = with_outcome(self.record, "kept", trial)
             figures = {"batches_per_s": now.batches_per_s, "wait_share": now.wait_share}
             self._note("watching", f"{words(trial.knobs)} paid", settings=self._settings(trial.knobs), **figures)
-            self._live.write(self.tap.where, self.record.settings)
+            self._process.write(self.tap.where, self.record.settings)
             self._note_in_force()
         else:
             why = None if paid is False else changed_by_itself(before, again)
@@ -385,7 +383,7 @@ class LoaderTuner:
         batch_s = max(knobs.workers, 1) / best_of(self._seen).batches_per_s if self._seen else 0.0
         start_s = self._limits.spawn_s if starts_slowly(source.loader) else self._limits.batch_s
         patience_s = math.ceil(max(start_s, self._limits.batch_times * batch_s))
-        meter = partial(self._live.session.taps.with_meters, tap=self.tap) if metered else lambda start: start()
+        meter = partial(self._process.session.taps.with_meters, tap=self.tap) if metered else lambda start: start()
         own = knobs == self.user and metered
         return WorkerPool(source.loader, knobs, generator, self._iterate, meter, None if own else patience_s)
 
@@ -425,8 +423,8 @@ class LoaderTuner:
         self.phase = Phase.DONE
         self._note("settled", f"tuning ended by an error of its own ({short(error)})")
         with contextlib.suppress(Exception):
-            if (ranks := self._live.ranks) is not None:
-                ranks.say(self._live.report(self.tap, 0, self.user, Capacity(0.0), left_alone=self.record.why))
+            if (ranks := self._process.ranks) is not None:
+                ranks.say(self._process.report(self.tap, 0, self.user, Capacity(0.0), left_alone=self.record.why))
 
     def leave_alone(self, why: str) -> None:
         """Go back to the script's own settings for good."""
@@ -438,7 +436,7 @@ class LoaderTuner:
         found_others = self.record.settings != self.record.before
         self._note("left_alone", why, settings=self.record.before)
         if found_others:
-            self._live.write(self.tap.where, None)
+            self._process.write(self.tap.where, None)
         self.tap.in_force, self.tap.serving_workers = {}, None
 
     # ------------------------------------------------------------------ what reports read
