@@ -41,8 +41,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from fulltilt.recorder import stack_sampler
 from fulltilt.recorder.session import Session
-from fulltilt.recorder.stacks import stack_sampler
 from fulltilt.store import create_folder
 
 WORKERS = 8

@@ -224,6 +224,7 @@ def test_imports_go_downward_only(house: Path) -> None:
         ),
         ("probes/host.py", "from fulltilt.cli import main", "fulltilt.probes is not allowed to import fulltilt.cli"),
         ("report/status_line.py", "import torch", "fulltilt.report is not allowed to import torch"),
+        ("recorder/marks.py", "import fulltilt.recorder.intervals", "No cycles are allowed in fulltilt.recorder"),
     ],
 )
 def test_an_upward_import_breaks_the_build(house: Path, file: str, spoilt: str, complaint: str) -> None:

@@ -13,14 +13,14 @@ import torch
 
 from fulltilt.recorder.attribution import Seen
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.stacks.frames import LoopFrames, StackView
-from fulltilt.recorder.stacks.stack_sampler import (
+from fulltilt.recorder.stack_sampler import (
     EARLY_SAMPLE_EVERY_S,
     LATE_NS,
     WEIGHT_OF_EARLIER_S,
     KindWeights,
     StackSampler,
 )
+from fulltilt.recorder.stacks.frames import LoopFrames, StackView
 from fulltilt.recorder.steps import LONG_STEP_NS, Rest
 from fulltilt.recorder.validation import Evaluation
 
@@ -176,7 +176,7 @@ def test_on_a_gpu_what_torch_does_for_long_is_no_launching_from_its_beginning(
     recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, lasted_ms: int, key: Activity, kind: str
 ) -> None:
     monkeypatch.setattr(
-        "fulltilt.recorder.stacks.stack_sampler.view_of", lambda *_: StackView("torch", "train.py:3", "main", None)
+        "fulltilt.recorder.stack_sampler.view_of", lambda *_: StackView("torch", "train.py:3", "main", None)
     )
     recorder.clock, recorder.activity, recorder.left = object(), Activity.USER, Activity.BACKWARD
     sampler = StackSampler(recorder)
@@ -213,7 +213,7 @@ def test_what_is_done_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_ne
     kind: str,
 ) -> None:
     view = StackView(seen, "train.py:7", "follow", "kept.mul_(0.9)", of_training=in_model)
-    monkeypatch.setattr("fulltilt.recorder.stacks.stack_sampler.view_of", lambda *_: view)
+    monkeypatch.setattr("fulltilt.recorder.stack_sampler.view_of", lambda *_: view)
     sampler = StackSampler(recorder)
     recorder.activity, recorder.left = Activity.USER, Activity.OPTIMIZER
     for _ in range(3):

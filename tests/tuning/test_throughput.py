@@ -9,8 +9,7 @@ import pytest
 
 from fulltilt.records import Settings, Trial
 from fulltilt.tuning.space import fit_line, most_within, vram_line
-from fulltilt.tuning.trial.throughput import Block, Patience, is_enough, rate_of
-from fulltilt.tuning.verification import worse_by
+from fulltilt.tuning.trial.throughput import Block, Patience, is_enough, rate_of, worse_by
 
 # --------------------------------------------------------------------------- rates
 

@@ -13,7 +13,7 @@ from typing import Any
 from fulltilt.recorder.intervals import Interval
 from fulltilt.recorder.marks import Activity, Totals
 from fulltilt.recorder.rank_state import RankState
-from fulltilt.recorder.stacks.stack_sampler import StackSampler
+from fulltilt.recorder.stack_sampler import StackSampler
 from fulltilt.recorder.steps import LONG_STEP_NS
 from fulltilt.records import BUCKETS, Buckets, Phases, Span
 

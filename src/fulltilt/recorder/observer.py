@@ -18,7 +18,7 @@ from fulltilt.recorder.interpreter_lock import LockTurns, wake_on_time
 from fulltilt.recorder.marks import Activity, Finished
 from fulltilt.recorder.rank_files import RankFiles
 from fulltilt.recorder.recorder import Recorder
-from fulltilt.recorder.stacks.stack_sampler import StackSampler
+from fulltilt.recorder.stack_sampler import StackSampler
 from fulltilt.recorder.steps import LONG_STEP_FACTOR, LONG_STEP_ON_GPU_NS, plan
 
 # At rest there is little to take, and each time takes the interpreter lock from the training thread.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import fmean, pvariance, variance
+from statistics import fmean, variance
 
 from fulltilt.records import Settings, Trial
 from fulltilt.tuning.space import WORTH, Attempt, is_valid, knee_of, rate, start_of
@@ -132,29 +132,3 @@ def winner(trials: Sequence[Trial]) -> Comparison | None:
     """The candidate, if it was verified to be faster than the start."""
     comparison = verified(trials)
     return comparison if comparison is not None and comparison.wins else None
-
-
-# --------------------------------------------------------------------------- losses of two trials compared
-
-# Fewer common steps than this say nothing.
-LEAST_STEPS = 10
-# Worse by less than this share is no breakage: another order of the same sums differs by less, a broken one by more.
-TOLERATED = 0.05
-# And worse by less than so many standard errors is chance.
-SURE_ERRORS = 4.0
-
-
-def worse_by(start: Sequence[float], other: Sequence[float]) -> str | None:
-    """In words, how much worse ``other`` trains than ``start``; None where it is not clearly beyond the noise.
-
-    The later half of the steps that both made is compared.
-    """
-    common = min(len(start), len(other))
-    if common < LEAST_STEPS:
-        return None
-    ours, theirs = start[common // 2 : common], other[common // 2 : common]
-    before, after = fmean(ours), fmean(theirs)
-    error = math.sqrt((pvariance(ours) + pvariance(theirs)) / len(ours))
-    if after - before <= max(SURE_ERRORS * error, TOLERATED * abs(before)):
-        return None
-    return f"mean loss of steps {common // 2 + 1} to {common}: {after:.4g}, at the start settings {before:.4g}"

@@ -11,8 +11,7 @@ from fulltilt.diagnosis.libraries import beside_training, loader_call
 from fulltilt.records import LoaderRecord, Run, Settings, Trial
 from fulltilt.tuning.space import LOADER_SETTINGS, Attempt, is_loader_only
 from fulltilt.tuning.trial.run_trial import Ended
-from fulltilt.tuning.trial.throughput import Answer, rate_of, wait_share_of
-from fulltilt.tuning.verification import worse_by
+from fulltilt.tuning.trial.throughput import Answer, rate_of, wait_share_of, worse_by
 
 State = Literal["ok", "oom", "crashed", "timed_out", "not_measured", "diverged", "throttled"]
 
