@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import reduction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data._utils import worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fulltilt.recorder.loaders import LoaderTap
 from fulltilt.recorder.loaders.iterator import wait_slope
 from fulltilt.recorder.loaders.settings_file import LoaderOverride
+from fulltilt.recorder.loaders.workers import plain_loops
 from fulltilt.recorder.session import Session
 from fulltilt.records import Settings
 
@@ -167,6 +171,30 @@ def test_classes_of_the_family_get_their_originals_back(tmp_path: Path) -> None:
     assert (vars(Early)["__init__"], vars(_BaseDataLoaderIter)["__next__"]) == before
     assert vars(Late)["__init__"] is during.__wrapped__
     assert "__init_subclass__" not in vars(DataLoader)
+
+
+def test_workers_started_on_two_threads_run_torchs_loop(session: Session) -> None:
+    """The second thread took the first one's measured loop for torch's, and its workers called themselves for ever."""
+    torchs, dump = worker._worker_loop, reduction.dump
+    taps = session.taps
+    first, second = (taps.of(DataLoader(DATA, num_workers=1)) for _ in range(2))
+    other = threading.Thread(target=taps.with_meters, args=(lambda: None, second))
+
+    def start() -> None:
+        other.start()
+        other.join(0.1)  # long enough to come in between
+
+    taps.with_meters(start, first)
+    other.join()
+    assert plain_loops[worker.__name__] is worker._worker_loop is torchs
+    assert reduction.dump is dump
+
+
+def test_workers_started_while_others_start_run_torchs_loop(session: Session) -> None:
+    tap = session.taps.of(DataLoader(DATA, num_workers=1))
+    torchs = worker._worker_loop
+    session.taps.with_meters(lambda: session.taps.with_meters(lambda: None, tap), tap)
+    assert plain_loops[worker.__name__] is worker._worker_loop is torchs
 
 
 # --------------------------------------------------------------------------- a source with a rate of its own

@@ -114,6 +114,7 @@ class LoaderTaps(Drawing):
         self._making = threading.local()
         self._taps: weakref.WeakKeyDictionary[Any, LoaderTap] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
+        self._start_lock = threading.RLock()  # one thread's at a time: torch's worker loop is exchanged meanwhile
         self.all: list[LoaderTap] = []
         # A loader made anew in each epoch is one loader to its user: same lines of the script, same length.
         self._made_before: dict[tuple[Any, ...], LoaderTap] = {}
@@ -183,7 +184,8 @@ class LoaderTaps(Drawing):
             return
         tap = self.of(loader)
         vars(iterator)[METER] = PassMeter(self, tap)
-        self._begin_pass(loader, tap, lambda: self.with_meters(make, tap, type(iterator).__module__))
+        measured = partial(self.with_meters, make, tap, type(iterator).__module__) if loader.num_workers else make
+        self._begin_pass(loader, tap, measured)
         if self.live is not None:
             self.live(loader, tap, lambda _: iterator)  # not by DataLoader.__iter__: it can only take note
 
@@ -263,17 +265,18 @@ class LoaderTaps(Drawing):
         mailbox = self.mailbox.opened()
         if mailbox is None:
             return start()
-        plain = workers.plain_loops[home.__name__] = home._worker_loop
-        home._worker_loop = partial(workers.run_worker, mailbox, tap.loader_id, tap.passes, home.__name__)
-        self.starting_workers = True
-        dump = reduction.dump
-        reduction.dump = partial(_count_pickled, tap, dump)  # called for workers that are not forked
-        try:
-            return start()
-        finally:
-            self.starting_workers = False
-            home._worker_loop = plain
-            reduction.dump = dump
+        with self._start_lock:
+            loop, dump = home._worker_loop, reduction.dump
+            if getattr(loop, "func", None) is not workers.run_worker:  # a data set may start workers of its own
+                workers.plain_loops[home.__name__] = loop
+            home._worker_loop = partial(workers.run_worker, mailbox, tap.loader_id, tap.passes, home.__name__)
+            reduction.dump = partial(_count_pickled, tap, dump)  # called for workers that are not forked
+            self.starting_workers = True
+            try:
+                return start()
+            finally:
+                self.starting_workers = False
+                home._worker_loop, reduction.dump = loop, dump
 
 
 def _count_pickled(tap: LoaderTap, dump: Callable[..., Any], obj: Any, file: Any, *args: Any) -> None:
