@@ -35,7 +35,7 @@ def measure(job: Job, folder: Path, device: torch.device, best: dict[str, Any], 
     session = Session(torch, store.create_folder(folder / "live"), time.perf_counter_ns())
     session.install()
     live = Live(session)
-    session.taps.live = live.begin
+    session.loaders.live = live.begin
     moments = list(train(job, with_workers(0, device), device, minute_s + reached_s))
     (record,) = [tuner.record for tuner in live.tuners.values()]
     session.finish()

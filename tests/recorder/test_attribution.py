@@ -29,7 +29,7 @@ class StackSampler(SimpleNamespace):
 
 
 def step(at_s: float, busy_s: float, starved_s: float) -> Interval:
-    times = ActivityTimes(Totals({"busy": busy_s * S, "starved": starved_s * S}))
+    times = ActivityTimes(Totals({"gpu_busy": busy_s * S, "launching": starved_s * S}))
     took_ns = (busy_s + starved_s) * S
     return Interval(at_s * S, at_s * S + took_ns, 1, 0, 1, 32, 0, times, took_ns, 0.0, gpu=True)
 
@@ -52,26 +52,28 @@ def test_the_first_step_counts_as_one_like_the_next_ones(steps: int, at_once: bo
     assert state.gpu_steps == steps
 
 
-def test_what_the_host_does_for_long_at_rest_costs_what_the_queue_did_not_cover() -> None:
+def test_what_the_host_does_for_long_in_a_pause_costs_what_the_queue_did_not_cover() -> None:
     usual = Usual()
     for number in range(20):
         attribute(step(0.1 * number, 0.004, 0.001), FORWARD, usual)
     # 100 steps of 4 ms in which the host was away for 0.5 s: the GPU had work for 0.4 s of the 0.6 s.
-    times = ActivityTimes(Totals({"rest": 0.1 * S, "long_user": 0.5 * S}))
-    rested = Interval(2 * S, 2.6 * S, 100, times=times, gpu=True, at_rest_ns=Totals(user=0.5 * S), rested_steps=100)
-    buckets = attribute(rested, FORWARD, usual).buckets
+    times = ActivityTimes(Totals({"paused": 0.1 * S, "long_user": 0.5 * S}))
+    paused = Interval(2 * S, 2.6 * S, 100, times=times, gpu=True, in_pause_ns=Totals(user=0.5 * S), counted_steps=100)
+    buckets = attribute(paused, FORWARD, usual).buckets
     assert buckets.compute_s == pytest.approx(0.4)
     assert buckets.total_s == pytest.approx(0.6)
 
 
-def test_what_measuring_closely_took_is_no_part_of_the_time_at_rest() -> None:
+def test_what_measuring_closely_took_is_no_part_of_the_time_in_a_pause() -> None:
     usual = Usual()
     for number in range(20):
         measured = step(0.1 * number, 0.004, 0.001)
         measured.times.by_label["observer"] += 0.02 * S
         attribute(measured, FORWARD, usual)
-    rested = Interval(2 * S, 2.5 * S, 100, times=ActivityTimes(Totals({"rest": 0.5 * S})), gpu=True, rested_steps=100)
-    buckets = attribute(rested, FORWARD, usual).buckets
+    paused = Interval(
+        2 * S, 2.5 * S, 100, times=ActivityTimes(Totals({"paused": 0.5 * S})), gpu=True, counted_steps=100
+    )
+    buckets = attribute(paused, FORWARD, usual).buckets
     assert buckets.compute_s == pytest.approx(0.4)
     assert buckets.unattributed_s == 0.0
 

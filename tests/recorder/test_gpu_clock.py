@@ -67,13 +67,13 @@ def test_leads_behind_blocking_calls_share_what_there_is_to_queue() -> None:
     assert asked(12, syncs=36.0).again_delay_s == pytest.approx(2 * LEAD * 0.01 / 4)
 
 
-def test_a_long_stretch_at_rest_costs_what_the_queue_does_not_cover() -> None:
+def test_a_long_stretch_in_a_pause_costs_what_the_queue_does_not_cover() -> None:
     gpu = GpuTime(0.0, Point.STEP)
     gpu.advance(1e6, 6e6, Point.STEP, ActivityTimes())  # 5 ms of work lie in the queue
-    gpu.held = [(1e6, 50e6, "user"), (50e6, 100e6, "rest")]
+    gpu.held = [(1e6, 50e6, "user"), (50e6, 100e6, "paused")]
     times = ActivityTimes()
     gpu.advance(100e6, 100e6, Point.STEP, times)
-    assert {label: ns for label, ns in times.by_label.items() if ns} == {"long_user": 44e6, "rest": 50e6}
+    assert {label: ns for label, ns in times.by_label.items() if ns} == {"long_user": 44e6, "paused": 50e6}
 
 
 @pytest.mark.parametrize("before", [Point.BATCH, Point.STEP], ids=["from a loader", "in a loop without one"])

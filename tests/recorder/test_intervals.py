@@ -17,7 +17,7 @@ from fulltilt.recorder.marks import (
     BackwardBegan,
     BackwardEnded,
     BatchArrived,
-    BookedAtRest,
+    BookedInPause,
     EvalMode,
     Finished,
     Mark,
@@ -25,11 +25,11 @@ from fulltilt.recorder.marks import (
     PassBegan,
     PassEnded,
     Point,
-    Rested,
+    StepsCounted,
     Totals,
     WaitBegan,
 )
-from fulltilt.recorder.steps import Rest, RestPlan
+from fulltilt.recorder.steps import BurstPlan, Bursts
 from fulltilt.records import BUCKETS
 
 MS = 1_000_000
@@ -256,19 +256,19 @@ def test_a_million_steps_make_few_intervals_that_still_close() -> None:
     assert max(interval.step_max_ns for interval in loop.intervals[1:]) == pytest.approx(1.5 * MS)
 
 
-def test_time_at_rest_is_kept_apart_and_its_steps_count() -> None:
+def test_time_in_a_pause_is_kept_apart_and_its_steps_count() -> None:
     loop = Loop()
     train(loop, 20)
-    loop.mark(Activity.REST)
+    loop.mark(Activity.PAUSED)
     loop.spend(200)
     loop.mark(Activity.DATA_WAIT)  # a long wait is booked even then
     loop.spend(30)
-    loop.mark(Activity.REST)
-    loop.mark(Activity.USER, Rested(calls=25, drawn={0: (25, 200)}))
+    loop.mark(Activity.PAUSED)
+    loop.mark(Activity.USER, StepsCounted(calls=25, drawn={0: (25, 200)}))
     train(loop, 20)
     assert closes(loop.finish())
     assert (loop.steps, loop.samples) == (65, 520)
-    assert loop.label("rest") == 200
+    assert loop.label("paused") == 200
     assert loop.label("data_wait") == 2 * 39 + 30
 
 
@@ -287,7 +287,7 @@ TORCH = {Activity.USER: Totals({"torch": 1.0})}
 
 
 def divided(intervals: list[Interval], seen: Seen) -> dict[str, float]:
-    """Seconds by bucket, with time at rest divided as the rest of it."""
+    """Seconds by bucket, with time in a pause divided as the rest of it."""
     usual, total = Usual(), dict.fromkeys(BUCKETS, 0.0)
     for interval in intervals:
         buckets = attribute(interval, seen, usual).buckets
@@ -314,39 +314,39 @@ def test_what_hooks_take_inside_backward_is_host_code() -> None:
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["on a CPU", "on a GPU"])
-def test_workers_that_end_with_their_pass_at_rest_are_turnover(gpu: bool) -> None:
+def test_workers_that_end_with_their_pass_in_a_pause_are_turnover(gpu: bool) -> None:
     loop = started_on_gpu() if gpu else Loop()
     train(loop, 4)
-    loop.mark(Activity.REST, None, Point.STEP)
+    loop.mark(Activity.PAUSED, None, Point.STEP)
     loop.spend(30)
     loop.mark(Activity.DATA_WAIT)
     loop.spend(50)
-    loop.mark(Activity.REST, BookedAtRest(50 * MS, turnover=True))
-    loop.mark(Activity.USER, Rested(3, {}), Point.STEP)
+    loop.mark(Activity.PAUSED, BookedInPause(50 * MS, turnover=True))
+    loop.mark(Activity.USER, StepsCounted(3, {}), Point.STEP)
     loop.mark(Activity.USER, PassEnded(0, False, 4))
     train(loop, 2)
     assert closes(loop.finish())
     assert loop.label("epoch_turnover") == 50
-    assert loop.label("rest") == 30
+    assert loop.label("paused") == 30
 
 
-def rest(loop: Loop, steps: int, wait: float, other: float, apart: Activity | None = None) -> None:
-    """So many steps at rest; what is ``apart``, the wait or the other time, is booked as it is."""
-    loop.mark(Activity.REST)
+def pause(loop: Loop, steps: int, wait: float, other: float, apart: Activity | None = None) -> None:
+    """So many steps in a pause; what is ``apart``, the wait or the other time, is booked as it is."""
+    loop.mark(Activity.PAUSED)
     for _ in range(steps):
         for activity, ms in ((Activity.DATA_WAIT, wait), (Activity.USER, other)):
-            loop.mark(activity if activity is apart else Activity.REST)
+            loop.mark(activity if activity is apart else Activity.PAUSED)
             loop.spend(ms)
-            booked = BookedAtRest(int(ms * MS)) if activity is apart else None
-            loop.mark(Activity.REST, booked)
-    loop.mark(Activity.USER, Rested(calls=steps, drawn={0: (steps, 8 * steps)}))
+            booked = BookedInPause(int(ms * MS)) if activity is apart else None
+            loop.mark(Activity.PAUSED, booked)
+    loop.mark(Activity.USER, StepsCounted(calls=steps, drawn={0: (steps, 8 * steps)}))
 
 
-def test_waits_that_are_booked_at_rest_are_not_divided_into_it_again() -> None:
+def test_waits_that_are_booked_in_a_pause_are_not_divided_into_it_again() -> None:
     loop = Loop()
     for _ in range(4):
         train(loop, 20, wait=3, user=0, backward=0.5, step=0.5)
-        rest(loop, 100, wait=3, other=1, apart=Activity.DATA_WAIT)
+        pause(loop, 100, wait=3, other=1, apart=Activity.DATA_WAIT)
     assert closes(loop.finish())
     found = divided(loop.intervals, TORCH)
     assert found["data_wait_s"] == pytest.approx(0.75 * sum(found.values()), rel=0.02)
@@ -356,35 +356,35 @@ def test_a_rare_long_step_is_not_taken_for_the_usual_one() -> None:
     loop = Loop()
     train(loop, 20, wait=0, user=0, backward=0.5, step=0.5)
     for _ in range(4):
-        train(loop, 1, wait=0, user=50, backward=0.5, step=0.5)  # a plot is drawn while the recorder is awake
+        train(loop, 1, wait=0, user=50, backward=0.5, step=0.5)  # a plot is drawn while steps are measured
         train(loop, 15, wait=0, user=0, backward=0.5, step=0.5)
-        rest(loop, 100, wait=0, other=1)
-        rest(loop, 1, wait=0, other=50, apart=Activity.USER)  # and again while it rests
+        pause(loop, 100, wait=0, other=1)
+        pause(loop, 1, wait=0, other=50, apart=Activity.USER)  # and again in a pause
     assert closes(loop.finish())
-    found = divided(loop.intervals, {Activity.DATA_WAIT: Totals({"host": 1.0}), Activity.REST: Totals({"host": 1.0})})
+    found = divided(loop.intervals, {Activity.DATA_WAIT: Totals({"host": 1.0}), Activity.PAUSED: Totals({"host": 1.0})})
     assert found["host_code_s"] == pytest.approx(8 * 0.05, rel=0.02)
 
 
-def test_measured_calls_stand_for_those_at_rest_before_them() -> None:
-    resting = Rest(plan=RestPlan(measured_calls=16, rested_calls=112))
+def test_measured_calls_stand_for_those_in_a_pause_before_them() -> None:
+    bursts = Bursts(plan=BurstPlan(measured_calls=16, counted_calls=112))
     counted = 0.0
     for call in range(300):
-        resting.measured()
-        counted += resting.stands_for
-        assert resting.stands_for == 1.0, call
+        bursts.measured()
+        counted += bursts.weight
+        assert bursts.weight == 1.0, call
     for _ in range(3):
-        resting.begin(0)
-        resting.calls = 112
-        resting.end()
+        bursts.pause(0)
+        bursts.counted_calls = 112
+        bursts.resume()
         for _ in range(16):
-            counted += resting.stands_for
-            resting.measured()
+            counted += bursts.weight
+            bursts.measured()
     assert counted == 300 + 3 * 128
-    assert resting.not_stood_for == 1.0
-    resting.begin(0)
-    resting.calls = 57
-    resting.end()  # the job is over before anything else is measured
-    assert counted * resting.not_stood_for == pytest.approx(300 + 3 * 128 + 57)
+    assert bursts.scale == 1.0
+    bursts.pause(0)
+    bursts.counted_calls = 57
+    bursts.resume()  # the job is over before anything else is measured
+    assert counted * bursts.scale == pytest.approx(300 + 3 * 128 + 57)
 
 
 # --------------------------------------------------------------------------- with a GPU
@@ -413,7 +413,7 @@ def test_a_gpu_that_never_waits_is_busy_throughout() -> None:
         gpu_step(loop, wait=1, queue=4, work=20)
     assert closes(loop.finish())
     intervals = loop.intervals[2:-2]
-    busy = sum(interval.times.by_label.get("busy", 0.0) for interval in intervals)
+    busy = sum(interval.times.by_label.get("gpu_busy", 0.0) for interval in intervals)
     whole = sum(interval.t1_ns - interval.t0_ns for interval in intervals)
     assert busy / whole > 0.99
 
@@ -428,7 +428,7 @@ def test_a_starved_gpu_waits_for_data() -> None:
     intervals = loop.intervals[6:-2]
     whole = sum(interval.t1_ns - interval.t0_ns for interval in intervals)
     waited = sum(interval.times.by_label.get("data_wait", 0.0) for interval in intervals)
-    busy = sum(interval.times.by_label.get("busy", 0.0) for interval in intervals)
+    busy = sum(interval.times.by_label.get("gpu_busy", 0.0) for interval in intervals)
     # Of 41 ms a step the GPU works 10, and the host waits for data while it is idle.
     assert busy / whole == pytest.approx(10 / 41, abs=0.03)
     assert waited / whole == pytest.approx(31 / 41, abs=0.04)
@@ -560,7 +560,7 @@ def test_time_that_samples_miss_counts_by_what_it_came_after() -> None:
                     EvalMode(False),
                     WaitBegan(True),
                     WaitBegan(False),
-                    Rested(3, {0: (3, 12)}),
+                    StepsCounted(3, {0: (3, 12)}),
                 ]
             ),
             st.sampled_from(list(Point)),
@@ -587,12 +587,12 @@ def test_every_sequence_of_marks_closes(marks: list[tuple[Any, ...]], gpu: bool)
 
 
 @pytest.mark.parametrize("measured", [0, 4])
-def test_time_at_rest_is_no_phase_and_the_mean_step_keeps_its_length(measured: int) -> None:
-    """A mean step of 5.3 s was drawn for a loop of 4 ms: time at rest was stretched as if it were code of the step."""
+def test_time_in_a_pause_is_no_phase_and_the_mean_step_keeps_its_length(measured: int) -> None:
+    """A mean step of 5.3 s was drawn for a loop of 4 ms: time in a pause was stretched as code of the step."""
     loop = Loop()
     train(loop, 120, wait=1, user=1, backward=1, step=1)
     loop.spend(0.05)
-    rest(loop, 200, wait=2, other=2)
+    pause(loop, 200, wait=2, other=2)
     train(loop, measured, wait=1, user=1, backward=1, step=1)
     steps = seconds = 0.0
     for interval in loop.finish():
@@ -604,18 +604,18 @@ def test_time_at_rest_is_no_phase_and_the_mean_step_keeps_its_length(measured: i
     assert seconds / steps == pytest.approx(0.004, rel=0.05)
 
 
-def test_a_long_stretch_at_rest_on_a_gpu_does_not_lengthen_the_mean_step() -> None:
+def test_a_long_stretch_in_a_pause_on_a_gpu_does_not_lengthen_the_mean_step() -> None:
     loop = started_on_gpu()
     for _ in range(120):
         gpu_step(loop, wait=0, queue=1, work=4)
     for _ in range(10):
-        loop.mark(Activity.REST, None, Point.STEP)
+        loop.mark(Activity.PAUSED, None, Point.STEP)
         for _ in range(10):  # ten steps are queued, then the host is busy for longer than the GPU with them
             loop.spend(10, 40)
             loop.mark(Activity.USER)
             loop.spend(60)
-            loop.mark(Activity.REST, BookedAtRest(60 * MS))
-        loop.mark(Activity.USER, Rested(100, {}), Point.STEP)
+            loop.mark(Activity.PAUSED, BookedInPause(60 * MS))
+        loop.mark(Activity.USER, StepsCounted(100, {}), Point.STEP)
         for _ in range(16):
             gpu_step(loop, wait=0, queue=1, work=4)
     steps = gpu_s = 0.0

@@ -126,7 +126,7 @@ def test_a_stream_over_workers(tmp_path: Path) -> None:
     assert seen.ranks[0]["workers"][0]["batches"] == seen.truth["steps"]  # the end of a stream is no batch
 
 
-def test_two_loaders_side_by_side_are_counted_alike_at_rest(tmp_path: Path) -> None:
+def test_two_loaders_side_by_side_are_counted_alike_in_a_pause(tmp_path: Path) -> None:
     seen = observe(STRUCTURES / "side_by_side.py", tmp_path)
     assert [loader["samples"] for loader in seen.ranks[0]["loaders"]] == [9600, 28800]
 

@@ -1,4 +1,4 @@
-"""Stack samples go on while the recorder rests: they name lines, and at a step that takes long they divide it."""
+"""Stack samples go on in a pause: they name lines, and at a step that takes long they divide it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fulltilt.recorder.stack_sampler import (
     StackSampler,
 )
 from fulltilt.recorder.stacks.frames import LoopFrames, StackView
-from fulltilt.recorder.steps import LONG_STEP_NS, Rest
+from fulltilt.recorder.steps import LONG_STEP_NS, Bursts
 from fulltilt.recorder.validation import Evaluation
 
 
@@ -64,9 +64,9 @@ class FakeRecorder:
     thread_id: int | None
     state: Any = field(default_factory=FakeState)
     clock: Any = None
-    rest: Rest = field(default_factory=Rest)
+    bursts: Bursts = field(default_factory=Bursts)
     loop_frames: LoopFrames = field(default_factory=LoopFrames)
-    activity: Activity = Activity.REST
+    activity: Activity = Activity.PAUSED
     left: Activity = Activity.USER
     left_after: Activity = Activity.USER
     last_switch_ns: int = 0
@@ -94,24 +94,24 @@ def weight_of(seen: Seen) -> float:
     return sum(weight for kinds in seen.values() for weight in kinds.values())
 
 
-def test_samples_at_rest_name_lines_and_divide_nothing(recorder: FakeRecorder) -> None:
+def test_samples_in_a_pause_name_lines_and_divide_nothing(recorder: FakeRecorder) -> None:
     sampler = StackSampler(recorder)
     for _ in range(3):
-        recorder.rest.booked_ns = time.perf_counter_ns() + LONG_STEP_NS  # a step has just ended
+        recorder.bursts.booked_ns = time.perf_counter_ns() + LONG_STEP_NS  # a step has just ended
         sampler.take(0, EARLY_SAMPLE_EVERY_S)
     assert [weight for _, _, weight in recorder.state.lines] == [EARLY_SAMPLE_EVERY_S] * 3
     assert not sampler.split()  # the measured steps tell how these divide
 
 
-def test_a_long_step_at_rest_is_sampled_all_the_time(recorder: FakeRecorder) -> None:
+def test_a_long_step_in_a_pause_is_sampled_all_the_time(recorder: FakeRecorder) -> None:
     sampler = StackSampler(recorder)
-    recorder.rest.booked_ns = time.perf_counter_ns() - 20 * LONG_STEP_NS
+    recorder.bursts.booked_ns = time.perf_counter_ns() - 20 * LONG_STEP_NS
     for _ in range(3):
         sampler.take(0, EARLY_SAMPLE_EVERY_S)
     weights = [weight for _, _, weight in recorder.state.lines]
     assert len(weights) == 3
     assert weights[0] >= 20 * LONG_STEP_NS * 1e-9  # the first stands for all of it so far
-    assert list(sampler.split()) == [Activity.REST]
+    assert list(sampler.split()) == [Activity.PAUSED]
     assert weight_of(sampler.split()) == pytest.approx(sum(weights))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulltilt.recorder.steps import RestPlan, StepCounter, plan
+from fulltilt.recorder.steps import BurstPlan, StepCounter, plan
 
 
 def drawn_ahead(counter: StepCounter, batches: int, ahead: int, stop_after: int | None = None) -> int:
@@ -143,8 +143,8 @@ def test_side_by_side_the_first_loader_counts() -> None:
         counter.backward()
     assert counter.take_counts() == (6, 48)
     assert counter.train_loaders == {0, 1}
-    assert counter.drawn_at_rest({1: (5, 160), 0: (5, 40)}) == (5, 40)
-    assert counter.drawn_at_rest({2: (5, 20)}) == (5, 20)
+    assert counter.drawn_in_pause({1: (5, 160), 0: (5, 40)}) == (5, 40)
+    assert counter.drawn_in_pause({2: (5, 20)}) == (5, 20)
 
 
 def test_in_nested_loops_the_inner_loader_counts() -> None:
@@ -182,12 +182,12 @@ def test_no_batch_is_lost_or_counted_twice(passes: list[int], ahead: int, sizes:
 
 
 def test_short_steps_are_measured_in_bursts_where_that_costs_the_job_something() -> None:
-    def planned(step_s: float, launch_share: float | None, steps: int = 400) -> RestPlan | None:
+    def planned(step_s: float, launch_share: float | None, steps: int = 400) -> BurstPlan | None:
         return plan(steps=steps, calls=2 * steps, step_s=step_s, scaler=False, launch_share=launch_share)
 
-    assert planned(0.003, None) == RestPlan(measured_calls=32, rested_calls=992)
-    assert planned(0.003, None, steps=10_000) == RestPlan(measured_calls=32, rested_calls=2016)
+    assert planned(0.003, None) == BurstPlan(measured_calls=32, counted_calls=992)
+    assert planned(0.003, None, steps=10_000) == BurstPlan(measured_calls=32, counted_calls=2016)
     assert planned(0.006, None) is None
-    assert planned(0.006, launch_share=0.3) == RestPlan(measured_calls=32, rested_calls=224)
-    assert planned(0.003, launch_share=0.01) == RestPlan(measured_calls=32, rested_calls=992)
+    assert planned(0.006, launch_share=0.3) == BurstPlan(measured_calls=32, counted_calls=224)
+    assert planned(0.003, launch_share=0.01) == BurstPlan(measured_calls=32, counted_calls=992)
     assert planned(0.006, launch_share=0.01) is None  # the GPU sets the pace: what the host does beside it is free

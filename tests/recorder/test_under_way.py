@@ -86,9 +86,9 @@ def test_what_passed_since_the_last_step_is_told_without_changing_anything() -> 
     assert IntervalBuilder(0).under_way(9_000) is None
 
 
-def test_nothing_is_told_at_rest() -> None:
+def test_nothing_is_told_in_a_pause() -> None:
     builder = builder_after_a_step()
-    builder.feed((7_000, Activity.REST, None, 0, None))
+    builder.feed((7_000, Activity.PAUSED, None, 0, None))
     assert builder.under_way(9_000) is None
 
 

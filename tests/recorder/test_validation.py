@@ -260,4 +260,4 @@ def test_a_library_with_an_optimizer_and_loaders_of_its_own_validates(tmp_path: 
         names["fit"](torch.nn.Linear(1, 1), Streamed, epochs=3)
     finally:
         session.finish()
-    assert [(tap.batches, tap.eval_batches) for tap in session.taps.all] == [(18, 0), (6, 6)]
+    assert [(stats.batches, stats.eval_batches) for stats in session.loaders.all] == [(18, 0), (6, 6)]

@@ -17,7 +17,7 @@ from fulltilt.recorder.loaders.workers import (
     EARLY_SAMPLES,
     MOST_WORKERS,
     SAMPLE_EVERY_S,
-    FetchMeter,
+    FetchTimer,
     FilesRead,
     Mailbox,
     MemoryReading,
@@ -27,38 +27,38 @@ from fulltilt.recorder.loaders.workers import (
 from fulltilt.recorder.rank_files import RankFiles
 
 
-def meter_of(loader_id: int) -> tuple[Mailbox, FetchMeter]:
+def timer_of(loader_id: int) -> tuple[Mailbox, FetchTimer]:
     mailbox = Mailbox()
     sending = mailbox.opened()
     assert sending is not None
-    return mailbox, FetchMeter(sending, loader_id)
+    return mailbox, FetchTimer(sending, loader_id)
 
 
 def test_a_fetch_that_fails_costs_time_and_brings_no_batch() -> None:
-    mailbox, meter = meter_of(7)
-    meter.fetch(lambda: "a batch")
-    meter.send()
+    mailbox, timer = timer_of(7)
+    timer.fetch(lambda: "a batch")
+    timer.send()
     with pytest.raises(ValueError, match="torn"):
-        meter.fetch(_torn)
-    meter.fetch(lambda: "another batch")
-    meter.send()
+        timer.fetch(_torn)
+    timer.fetch(lambda: "another batch")
+    timer.send()
     first, second = mailbox.receive()
     assert (first.loader, first.batches, second.batches) == (7, 1, 2)
     assert second.fetch_s > first.fetch_s > 0
 
 
 def test_a_fetch_that_does_not_end_is_told_and_counted_once() -> None:
-    mailbox, meter = meter_of(0)
+    mailbox, timer = timer_of(0)
 
     def long() -> None:
         for _ in range(3):
             time.sleep(0.02)
-            meter.send()
+            timer.send()
 
     began = time.perf_counter()
-    meter.fetch(long)
+    timer.fetch(long)
     took_s = time.perf_counter() - began
-    meter.send()
+    timer.send()
     messages = list(mailbox.receive())
     assert [message.batches for message in messages] == [0, 0, 0, 1]
     for number, message in enumerate(messages[:3], start=1):
@@ -105,11 +105,11 @@ class CountedWaits(threading.Event):
 
 
 def test_a_worker_that_fetches_for_long_is_looked_at_less_often() -> None:
-    _, meter = meter_of(0)
+    _, timer = timer_of(0)
     idle, busy = CountedWaits(EARLY_SAMPLES + 50), CountedWaits(EARLY_SAMPLES + 50)
-    meter.observe(idle)
+    timer.observe(idle)
     assert max(idle.waits) <= 1.5 * EARLY_SAMPLE_EVERY_S  # nothing was seen yet
-    meter.fetch(meter.observe, busy)
+    timer.fetch(timer.observe, busy)
     assert max(busy.waits[:EARLY_SAMPLES]) <= 1.5 * EARLY_SAMPLE_EVERY_S
     assert min(busy.waits[EARLY_SAMPLES:]) >= 0.5 * SAMPLE_EVERY_S
 
@@ -121,9 +121,9 @@ def test_a_look_that_fails_ends_neither_the_looks_nor_in_the_output_of_the_job(
         raise RuntimeError("dictionary changed size during iteration")
 
     monkeypatch.setattr("fulltilt.recorder.loaders.workers.view_of", changed)
-    _, meter = meter_of(0)
+    _, timer = timer_of(0)
     looks = CountedWaits(5)
-    meter.fetch(meter.observe, looks)
+    timer.fetch(timer.observe, looks)
     assert len(looks.waits) == 6
     assert capfd.readouterr() == ("", "")
 

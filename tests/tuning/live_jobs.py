@@ -76,7 +76,7 @@ class Tuning:
 
     def trains(self, loader: Any) -> Any:
         """Say that this loader feeds a training, as a backward would."""
-        self.session.taps.of(loader).trains = True
+        self.session.loaders.of(loader).trains = True
         return loader
 
 
@@ -96,7 +96,7 @@ def tuning(
     """
     one = Tuning(folder, script, keeps, limits, exact)
     one.session.install()
-    one.session.taps.live = one.live.begin
+    one.session.loaders.live = one.live.begin
     home = "fulltilt.tuning.live.tuner"
     try:
         with (

@@ -217,7 +217,7 @@ def test_rank_0_does_what_both_ranks_can_do(
         assert drawn_while(pair, loader, answers) == expected
         assert [move.outcome for move in one.record.moves] == outcomes
         assert (one.record.state, one.record.settings.num_workers) == (state, workers)
-        assert one.session.taps.of(loader).record(True).num_workers == workers
+        assert one.session.loaders.of(loader).record(True).num_workers == workers
         assert [flat(batch) for batch in loader] == expected
 
 

@@ -35,7 +35,7 @@ def install(tmp_path: Path) -> Iterator[Install]:
 
     def put_in_force(settings: Settings, loader: LoaderRecord | None = None) -> AppliedSettings:
         changes = AppliedSettings(settings, loader)
-        changes.install(torch, session.taps)
+        changes.install(torch, session.loaders)
         return changes
 
     yield put_in_force
@@ -107,8 +107,8 @@ def tap(loader_id: int, batches: int, eval_batches: int = 0) -> Any:
 
 def test_loaders_side_by_side_train_and_only_evaluation_interrupts() -> None:
     """zip(labelled, unlabelled): backward() comes after a batch of the second; such a trial never measured anything."""
-    taps = [tap(0, batches=20), tap(1, batches=20), tap(2, batches=10, eval_batches=10)]
-    session: Any = SimpleNamespace(taps=SimpleNamespace(all=taps))
+    loaders = [tap(0, batches=20), tap(1, batches=20), tap(2, batches=10, eval_batches=10)]
+    session: Any = SimpleNamespace(loaders=SimpleNamespace(all=loaders))
     seen = Measuring(session, torch, Assignment(Settings(), folder=""))._snapshot()
     assert (seen.batches, seen.samples, seen.wait_s, seen.workers) == (40, 320, 1.0, 4)
     assert seen.interruptions == 10

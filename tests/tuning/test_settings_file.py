@@ -97,7 +97,7 @@ def test_live_tuning_names_its_loader_too(tmp_path: Path) -> None:
                 time.sleep(0.001)
         path = tmp_path / store.SETTINGS_FILE
         assert read_settings(path).num_workers == 1
-        assert read_loader(path) == one.session.taps.of(loader).where
+        assert read_loader(path) == one.session.loaders.of(loader).where
 
 
 def test_settings_that_met_no_loader_are_told() -> None:

@@ -1,1 +1,1 @@
-"""Where a step's time goes: marks on the training thread, a clock on the GPU, taps on loaders and workers."""
+"""Where a step's time goes: marks on the training thread, a clock on the GPU, timers in loaders and workers."""

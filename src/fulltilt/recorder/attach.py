@@ -123,7 +123,7 @@ def _start_afresh() -> None:
     if current is None:
         return
     current.recorder.active = False
-    if not current.taps.starting_workers:
+    if not current.loaders.starting_workers:
         current.restore()
         current = None
         start(sys.modules["torch"])

@@ -32,7 +32,7 @@ BUCKET_OF_KIND = {
     "checkpoint": "checkpoint_s",
     "communication": "communication_s",
 }
-# What most steps hold: it is what the time at rest can have gone into, and what warming up can have prolonged.
+# The buckets of an ordinary step: the time of a pause is divided among them, and warming up can have prolonged them.
 ORDINARY = ("data_wait_s", "transfer_s", "compute_s", "sync_s", "host_code_s", "communication_s", "unattributed_s")
 FORGET = 0.98
 
@@ -55,17 +55,17 @@ class Usual:
     steps: float = 0.0
 
     def learn(self, interval: Interval, measured: Attributed) -> None:
-        """Take in measured time, without what at rest would be booked as it is: long waits, and long steps."""
-        took_long = interval.step_max_ns > LONG_STEP_NS or "user" in interval.at_rest_ns
+        """Learn from measured time, without long waits and long steps: in a pause those are booked as they are."""
+        took_long = interval.step_max_ns > LONG_STEP_NS or "user" in interval.in_pause_ns
         if took_long and not interval.gpu:
             return
-        waits_s = (interval.long_waits_ns + interval.at_rest_ns["data_wait"]) * NS
-        observer_s = interval.times.by_label["observer"] * NS  # measuring more closely than usual: not at rest
+        waits_s = (interval.long_waits_ns + interval.in_pause_ns["data_wait"]) * NS
+        observer_s = interval.times.by_label["observer"] * NS  # measuring more closely than usual, which no pause holds
         long = measured.long.plus(Buckets(data_wait_s=waits_s, unattributed_s=observer_s))
         now = {name: max(0.0, getattr(measured.buckets, name) - getattr(long, name)) for name in ORDINARY}
         for name, seconds in (*now.items(), ("launch_s", measured.launch_s)):
             self.seconds[name] = FORGET * self.seconds[name] + seconds
-        self.steps = FORGET * self.steps + interval.steps - interval.rested_steps
+        self.steps = FORGET * self.steps + interval.steps - interval.counted_steps
 
     @property
     def launch_share(self) -> float:
@@ -76,11 +76,11 @@ class Usual:
     def _total_s(self) -> float:
         return sum(self.seconds[name] for name in ORDINARY)
 
-    def divide(self, rest_s: float) -> Totals[str]:
-        """``rest_s`` by bucket, and how much of it was launching (``launch_s``, a part of host_code_s)."""
+    def divide(self, paused_s: float) -> Totals[str]:
+        """``paused_s`` by bucket, and how much of it was launching (``launch_s``, a part of host_code_s)."""
         if not self._total_s:
-            return Totals(unattributed_s=rest_s)
-        return Totals({name: rest_s * seconds / self._total_s for name, seconds in self.seconds.items()})
+            return Totals(unattributed_s=paused_s)
+        return Totals({name: paused_s * seconds / self._total_s for name, seconds in self.seconds.items()})
 
 
 def attribute(
@@ -92,10 +92,10 @@ def attribute(
 ) -> Attributed:
     """Split an interval. ``seen`` holds the weights of the stack samples; empty means nothing was seen.
 
-    Time at rest is divided as in ``usual``, which learns from what was measured. ``exposed_communication_s`` is what a
-    step waits for the exchange of gradients inside backward. ``held_up``: the share of code of the user's in backward.
+    The time of pauses is divided as in ``usual``, which learns from what was measured. ``exposed_communication_s`` is
+    what a step waits for the exchange of gradients inside backward. ``held_up``: the share of user code in backward.
     """
-    rest_s = interval.times.by_label["rest"] * NS
+    paused_s = interval.times.by_label["paused"] * NS
     all_s = sum(interval.times.by_label.values()) * NS
     split = _split(seen, interval.times.user_after)
     if interval.gpu:
@@ -103,41 +103,41 @@ def attribute(
     else:
         measured = _attribute_cpu(interval, split, held_up)
     # What backward waited for the exchange of gradients was booked as compute.
-    exchange_s = exposed_communication_s * interval.steps * (1 - rest_s / all_s if all_s else 1.0)
+    exchange_s = exposed_communication_s * interval.steps * (1 - paused_s / all_s if all_s else 1.0)
     exchange_s = min(exchange_s, measured.buckets.compute_s)
     if exchange_s > 0:
         moved = Buckets(compute_s=-exchange_s, communication_s=exchange_s)
         measured = replace(measured, buckets=measured.buckets.plus(moved))
     usual.learn(interval, measured)
-    if not rest_s:
+    if not paused_s:
         return measured
-    rest = usual.divide(rest_s)
-    buckets = Buckets(**{name: getattr(measured.buckets, name) + rest[name] for name in BUCKETS})
+    shares = usual.divide(paused_s)
+    buckets = Buckets(**{name: getattr(measured.buckets, name) + shares[name] for name in BUCKETS})
     if interval.gpu and usual.steps:
-        # What the host did for long at rest cost the GPU less, where it had that much to work through meanwhile.
-        queue_s = usual.seconds["compute_s"] / usual.steps * interval.rested_steps - rest["compute_s"]
-        hidden_s = min(max(queue_s, 0.0), interval.at_rest_ns["user"] * NS, buckets.host_code_s)
+        # A long step in a pause cost the GPU less where it still had queued work meanwhile.
+        queue_s = usual.seconds["compute_s"] / usual.steps * interval.counted_steps - shares["compute_s"]
+        hidden_s = min(max(queue_s, 0.0), interval.in_pause_ns["user"] * NS, buckets.host_code_s)
         buckets = buckets.plus(Buckets(compute_s=hidden_s, host_code_s=-hidden_s))
-    return Attributed(buckets, _stretched(measured.phases, interval, rest_s), measured.launch_s + rest["launch_s"])
+    return Attributed(buckets, _stretched(measured.phases, interval, paused_s), measured.launch_s + shares["launch_s"])
 
 
-def _stretched(phases: Phases | None, interval: Interval, rest_s: float) -> Phases | None:
+def _stretched(phases: Phases | None, interval: Interval, paused_s: float) -> Phases | None:
     """The measured steps' phases stand for all steps of the interval; None when less than a step was measured."""
     if phases is None:
         return None
-    # What was booked at rest stands for itself alone.
-    waited_s, worked_s = interval.at_rest_ns["data_wait"] * NS, interval.at_rest_ns["user"] * NS
-    booked_s = sum(interval.at_rest_ns.values()) * NS
-    itself: Totals[str] = Totals(load_s=waited_s, other_s=min(worked_s, phases.other_s))
-    itself["gpu_idle_s"] = min(booked_s, phases.gpu_idle_s or 0.0)
-    measured_s = (interval.t1_ns - interval.t0_ns) * NS - rest_s - booked_s
-    # A piece of a step (what lies around a rest) does not divide as a step does.
-    if measured_s <= 0 or measured_s * interval.steps < measured_s + rest_s:
+    # What was booked in a pause is not repeated in other steps.
+    waited_s, worked_s = interval.in_pause_ns["data_wait"] * NS, interval.in_pause_ns["user"] * NS
+    booked_s = sum(interval.in_pause_ns.values()) * NS
+    once: Totals[str] = Totals(load_s=waited_s, other_s=min(worked_s, phases.other_s))
+    once["gpu_idle_s"] = min(booked_s, phases.gpu_idle_s or 0.0)
+    measured_s = (interval.t1_ns - interval.t0_ns) * NS - paused_s - booked_s
+    # A piece of a step (just before or after a pause) does not divide as a step does.
+    if measured_s <= 0 or measured_s * interval.steps < measured_s + paused_s:
         return None
-    factor = 1 + rest_s / measured_s
+    factor = 1 + paused_s / measured_s
     stretched: dict[str, Any] = {}
     for item in fields(Phases):
-        value, apart_s = getattr(phases, item.name), itself[item.name]
+        value, apart_s = getattr(phases, item.name), once[item.name]
         stretched[item.name] = None if value is None else (value - apart_s) * factor + apart_s
     return Phases(**stretched)
 
@@ -189,11 +189,11 @@ def _attribute_gpu(interval: Interval, split: Totals[str], seen_long: Totals[str
     for kind, weight in seen_long.items():
         long[_bucket_of(kind, interval)] += ns["long_user"] * weight / sum(seen_long.values())
     out = {name: out[name] + long[name] for name in BUCKETS}
-    out["compute_s"] += ns["busy"]
+    out["compute_s"] += ns["gpu_busy"]
     # Time booked before the first event (there was no GPU clock yet) is host time.
     out["compute_s"] += ns["backward"] + ns["optimizer"] + ns["user"] * split["torch"]
-    user_overlap = interval.times.phases["starved_user"]
-    launch = ns["starved"]
+    user_overlap = interval.times.phases["launching_user"]
+    launch = ns["launching"]
     for kind, share in split.items():
         if kind == "torch":
             continue
@@ -237,8 +237,8 @@ def _phases(interval: Interval, split: Totals[str]) -> Phases:
     phase, spent = interval.times.phases, interval.times.by_label
     user = phase["user"]
     forward, waited = user * split["torch"], user * split["data_wait"]
-    busy = spent["busy"]
-    idle = max(0.0, interval.t1_ns - interval.t0_ns - busy - spent["rest"])
+    busy = spent["gpu_busy"]
+    idle = max(0.0, interval.t1_ns - interval.t0_ns - busy - spent["paused"])
     return Phases(
         load_s=(phase["data_wait"] + waited) * NS,
         transfer_s=phase["transfer"] * NS,

@@ -132,9 +132,9 @@ class Calibration:
 
 # At one of these the host queues kernels, or is blocked while the GPU works. At anything else it queues none, so that a
 # GPU that has run dry stays idle throughout.
-QUEUES_KERNELS = frozenset({"user", "backward", "optimizer", "rest", "sync"})
-# What is booked at rest as it is.
-BOOKED_AT_REST = frozenset({"data_wait", "epoch_turnover", "user", "long_user"})
+QUEUES_KERNELS = frozenset({"user", "backward", "optimizer", "paused", "sync"})
+# What is booked in a pause as it is.
+BOOKED_IN_PAUSE = frozenset({"data_wait", "epoch_turnover", "user", "long_user"})
 # Between these points the GPU does nothing but copy; behind a step where no loader brings batches.
 COPIES = {(begin, Point.TRANSFER) for begin in (Point.BATCH, Point.STEP, Point.TRANSFER)}
 # Stretches between these hold no kernels of the user's, as long as nothing better is known.
@@ -169,38 +169,38 @@ class GpuTime:
         span = end - begin
         held, self.held = self.held, []
         dry_until = min(host_ns, end)
-        starved = max(0.0, dry_until - begin)
+        may_idle = max(0.0, dry_until - begin)
         if point is Point.DELAY:
             times.by_label["observer"] += span
             return
         if point is Point.SYNCED:
-            times.by_label["busy"] += span
+            times.by_label["gpu_busy"] += span
             self._partial_ns += span
-            self._doubtful_ns += starved
+            self._doubtful_ns += may_idle
             return
         kind, self._point = (self._point, point), point
-        partial, doubtful = self._partial_ns, self._doubtful_ns + starved
+        partial, doubtful = self._partial_ns, self._doubtful_ns + may_idle
         self._partial_ns = self._doubtful_ns = 0.0
         if any(label == "validation" for *_, label in held):
             idle = _book_behind_validation(begin, dry_until, held, times)
             times.by_label["validation"] += span - idle
             return
-        if any(label == "rest" for *_, label in held):
+        if any(label == "paused" for *_, label in held):
             left = span
             for began, ended, label in held:
-                if label in BOOKED_AT_REST:
+                if label in BOOKED_IN_PAUSE:
                     # A long stretch of the host's own cost the GPU what its queue did not cover.
                     own = label in ("user", "long_user")
                     booked = min(left, max(0.0, ended - began - lag * own))
                     times.by_label["long_user" if own else label] += booked
                     left -= booked
-            times.by_label["rest"] += left
+            times.by_label["paused"] += left
             return
         if not doubtful or (partial and doubtful <= DOUBT * (partial + span)):
             self._learn(kind, partial + span - doubtful / 2)
         expected = self._busy_ns.get(kind, 0.0 if kind in NO_WORK else None)
-        idle = 0.0 if expected is None else min(max(0.0, span - expected), starved)
-        times.by_label["transfer" if kind in COPIES else "busy"] += span - idle
+        idle = 0.0 if expected is None else min(max(0.0, span - expected), may_idle)
+        times.by_label["transfer" if kind in COPIES else "gpu_busy"] += span - idle
         if idle:
             _book_idle(idle, begin, dry_until, held, times)
 
@@ -246,5 +246,5 @@ def _book_idle(idle: float, begin: float, end: float, held: list[Held], times: A
     booked = min(idle, total)
     for label, overlap in quiet.items():
         times.by_label[label] += booked * overlap / total
-    times.by_label["starved"] += idle - booked
-    times.phases["starved_user"] += user
+    times.by_label["launching"] += idle - booked
+    times.phases["launching_user"] += user

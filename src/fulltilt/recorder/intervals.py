@@ -43,10 +43,10 @@ class Interval:
     step_max_ns: float = 0.0
     sync_blocked_ns: float = 0.0
     gpu: bool = False
-    # Measured waits for data that would be booked even at rest, and by label what was booked at rest.
+    # Measured waits for data so long that a pause would book them, too; and what pauses did book, by label.
     long_waits_ns: float = 0.0
-    at_rest_ns: Totals[str] = field(default_factory=Totals)
-    rested_steps: int = 0  # of its steps, those that were only counted
+    in_pause_ns: Totals[str] = field(default_factory=Totals)
+    counted_steps: int = 0  # of its steps, those that were only counted
 
     def count(self, batches: int, samples: int | None) -> None:
         """So many batches and samples went into its steps; None where nobody knows how many samples."""
@@ -111,8 +111,8 @@ class IntervalBuilder:
             marks.WaitBegan: lambda fact: self._evaluate(fact.evaluating),
             marks.EpochBegan: self._epoch_began,
             marks.EvalMode: self._eval_mode_set,
-            marks.Rested: self._rested,
-            marks.BookedAtRest: self._booked_at_rest,
+            marks.StepsCounted: self._steps_counted,
+            marks.BookedInPause: self._booked_in_pause,
             marks.Finished: self._finish,
         }
 
@@ -284,20 +284,20 @@ class IntervalBuilder:
             self._interval.skipped += fact.skipped
             self._end_step(1)
 
-    def _booked_at_rest(self, fact: marks.BookedAtRest) -> None:
+    def _booked_in_pause(self, fact: marks.BookedInPause) -> None:
         label = LABEL[self._activity]
         if fact.turnover:
             label = "epoch_turnover"
             self._relabel_wait(label)
-        self._interval.at_rest_ns[label] += fact.ns
+        self._interval.in_pause_ns[label] += fact.ns
         self._data_wait_ns = 0.0
 
-    def _rested(self, fact: marks.Rested) -> None:
+    def _steps_counted(self, fact: marks.StepsCounted) -> None:
         steps = fact.calls * self.steps // self.calls if self.calls else 0
-        batches, samples = self.counter.drawn_at_rest(fact.drawn)
+        batches, samples = self.counter.drawn_in_pause(fact.drawn)
         self._interval.count(batches, samples or None)
         self.calls += fact.calls
-        self._interval.rested_steps += steps
+        self._interval.counted_steps += steps
         if steps:
             self._end_step(steps)
 
@@ -329,9 +329,9 @@ class IntervalBuilder:
     def under_way(self, now_ns: float) -> Interval | None:
         """What has passed since the last step, up to now: all that will be known of it if the job is killed.
 
-        None before the first step, and at rest, where nobody knows what is waited for.
+        None before the first step, and in a pause, where nobody knows what is waited for.
         """
-        if not self.steps or self._activity is Activity.REST or now_ns <= self._step_end:
+        if not self.steps or self._activity is Activity.PAUSED or now_ns <= self._step_end:
             return None
         times = self._interval.times.beyond(self._at_step_end)
         for began, ended, label in self.gpu.held if self.gpu is not None else ():

@@ -26,7 +26,7 @@ from fulltilt.probes.machine import describe_machine
 from fulltilt.probes.sampler import Sampler
 from fulltilt.recorder import attach
 from fulltilt.recorder.launchers import launched_task, task_name
-from fulltilt.recorder.loaders.loader_taps import TappedIterable
+from fulltilt.recorder.loaders.registry import TimedIterable
 from fulltilt.recorder.marks import Activity, EpochBegan, EvalMode, Point
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.session import Session
@@ -108,7 +108,7 @@ class LoopMarks:
         session = self._session
         if session is None or isinstance(batches, torch.utils.data.DataLoader):
             return batches
-        return TappedIterable(session.taps, batches)
+        return TimedIterable(session.loaders, batches)
 
     def validation(self) -> contextlib.AbstractContextManager[None]:
         """What happens inside is evaluation."""
@@ -162,7 +162,7 @@ class LoopMarks:
         recorder = self._session.recorder if self._session is not None else None
         if recorder is None or not recorder.mine():
             return None
-        recorder.wake()
+        recorder.resume()
         return recorder
 
 

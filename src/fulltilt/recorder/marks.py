@@ -24,9 +24,9 @@ class Activity(IntEnum):
     TRANSFER = 7  # host to GPU copies
     COMMUNICATION = 8  # explicit collectives
     OBSERVER = 9  # Fulltilt's own work on this thread
-    STARTUP = 11  # torch.compile compiles
-    HOST_CODE = 12  # a full garbage collection
-    REST = 10  # short steps between two bursts of measuring, only counted
+    COMPILE = 11  # torch.compile compiles
+    GARBAGE_COLLECTION = 12  # a full one
+    PAUSED = 10  # short steps between two measured bursts, only counted
     LONG_USER = 13  # of a job on a GPU: USER, and too long for launching kernels
 
 
@@ -106,15 +106,15 @@ class OptimizerStepped(NamedTuple):
     skipped: bool
 
 
-class Rested(NamedTuple):
-    """The recorder has rested for so many optimizer calls; ``drawn`` are batches and samples meanwhile, by loader."""
+class StepsCounted(NamedTuple):
+    """A pause is over, with so many optimizer calls in it; ``drawn`` are its batches and samples, by loader."""
 
     calls: int
     drawn: Mapping[int, tuple[int, int]]
 
 
-class BookedAtRest(NamedTuple):
-    """The stretch at rest that just ended, a long wait for data or a long step, was booked as it is.
+class BookedInPause(NamedTuple):
+    """The stretch of a pause that just ended, a long wait for data or a long step, was booked as it is.
 
     ``turnover``: the wait was for workers to end with their pass.
     """
@@ -139,10 +139,13 @@ class Finished(NamedTuple):
     """The job is over."""
 
 
-# Where time of an activity goes, by its number. USER time is split later by what the stack samples saw in it.
+# What the time of an activity is booked as: mostly a bucket without its ``_s``. "user" is split later by what the stack
+# samples saw in it, "paused" as the measured steps divide. On a GPU there are also "gpu_busy" and "launching" (idle
+# while the host queues kernels).
 LABEL = {activity: activity.name.lower() for activity in Activity}
-# The activities that are phases of a step (REST is none: the measured steps stand for it); all others are one, "other".
-PHASES = ("user", "data_wait", "backward", "optimizer", "transfer", "rest")
+LABEL |= {Activity.COMPILE: "startup", Activity.GARBAGE_COLLECTION: "host_code"}
+# The labels that are phases of a step; all others are one phase, "other".
+PHASES = ("user", "data_wait", "backward", "optimizer", "transfer", "paused")
 PHASE = {activity: label if label in PHASES else "other" for activity, label in LABEL.items()}
 Key = TypeVar("Key")
 

@@ -21,8 +21,8 @@ from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.stack_sampler import StackSampler
 from fulltilt.recorder.steps import LONG_STEP_FACTOR, LONG_STEP_ON_GPU_NS, plan
 
-# At rest there is little to take, and each time takes the interpreter lock from the training thread.
-DRAIN_EVERY_S, DRAIN_AT_REST_EVERY_S = 0.2, 0.5
+# In a pause there is little to take, and each time takes the interpreter lock from the training thread.
+DRAIN_EVERY_S, DRAIN_IN_PAUSE_EVERY_S = 0.2, 0.5
 WRITE_EVERY_S = 1.0
 # Very many ranks write less often: a network file system has to bear all of them.
 RANKS_A_SECOND = 64
@@ -60,7 +60,7 @@ class Observer(threading.Thread):
         recorder = self._recorder
         if not recorder.active or os.getpid() != recorder.pid:
             return
-        recorder.wake()
+        recorder.resume()
         recorder.switch(Activity.USER, Finished())
         recorder.active = False
         self._stop_asked.set()
@@ -97,7 +97,7 @@ class Observer(threading.Thread):
                 self._state.threads.sample()
                 now = time.monotonic()
                 if now >= next_drain:
-                    next_drain = now + (DRAIN_AT_REST_EVERY_S if recorder.rest.on else DRAIN_EVERY_S)
+                    next_drain = now + (DRAIN_IN_PAUSE_EVERY_S if recorder.bursts.paused else DRAIN_EVERY_S)
                     self.lock_turns.share()
                     self._drain()
                     self._state.poll()
@@ -141,12 +141,12 @@ class Observer(threading.Thread):
             self._usual_step_s = min(step_s, 2 * (self._usual_step_s or step_s))  # a single long one is not usual
             builder.long_ns = max(LONG_STEP_ON_GPU_NS, LONG_STEP_FACTOR * self._usual_step_s / NS)
             launch_share = self._spans.usual.launch_share if clock is not None else None
-            recorder.rest.plan = plan(builder.steps, builder.calls, step_s, self._state.scaler, launch_share)
+            recorder.bursts.plan = plan(builder.steps, builder.calls, step_s, self._state.scaler, launch_share)
 
     def _plan_calibration(self) -> None:
         calibration, steps = self._recorder.calibration, self._state.steps
         gpu, intervals = self._recorder.intervals.gpu, self._recorder.intervals.closed
-        if gpu is None or not intervals or intervals[-1].times.by_label["rest"] or not calibration.due(steps):
+        if gpu is None or not intervals or intervals[-1].times.by_label["paused"] or not calibration.due(steps):
             return
         queueing_s, behind_s = intervals[-1].queueing_ns * NS, gpu.lag_ns * NS
         calibration.ask(steps, queueing_s, behind_s, self._state.syncs, gpu.knows_a_step)
@@ -168,7 +168,7 @@ class Observer(threading.Thread):
         now_ns = time.perf_counter_ns()
         recorder, intervals = self._recorder, self._recorder.intervals
         now_s, on_gpu = (now_ns - recorder.t0_ns) * NS, recorder.clock is not None
-        record = self._state.record(self._out.stream, now_s, final, intervals, on_gpu, recorder.rest.not_stood_for)
+        record = self._state.record(self._out.stream, now_s, final, intervals, on_gpu, recorder.bursts.scale)
         record = replace(record, validates_at=recorder.evaluation.where)
         interval = None if final else intervals.under_way(now_ns)
         if interval is not None:

@@ -146,7 +146,7 @@ class StepProfiler:
             self._at_call = self._calls * 2
             return
         self._at_call = self._calls
-        recorder.wake()
+        recorder.resume()
         kinds = torch.profiler.ProfilerActivity
         activities = [*([kinds.CPU] if self._deep else []), *([kinds.CUDA] if on_gpu else [])]
         with self._own_work():

@@ -16,7 +16,7 @@ from fulltilt import records
 from fulltilt.recorder.interpreter_lock import OtherThreads, cpu_times_s
 from fulltilt.recorder.intervals import IntervalBuilder
 from fulltilt.recorder.launchers import RANKED
-from fulltilt.recorder.loaders import LoaderTaps
+from fulltilt.recorder.loaders import LoaderRegistry
 from fulltilt.recorder.loaders.workers import WorkerTotals, allowed_cpus
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, StackView
@@ -56,11 +56,11 @@ class Copies:
     blocking: float = 0.0
     lines: LineTimes = field(default_factory=LineTimes)
 
-    def add(self, copied_bytes: int, blocking: bool, stands_for: float) -> None:
+    def add(self, copied_bytes: int, blocking: bool, weight: float) -> None:
         """A copy, which stands for so many like it."""
-        self.copies += stands_for
-        self.bytes += stands_for * copied_bytes
-        self.blocking += stands_for * blocking
+        self.copies += weight
+        self.bytes += weight * copied_bytes
+        self.blocking += weight * blocking
 
     def record(self, stretch: float) -> records.TransferRecord | None:
         """The copies as a record, stretched to the whole run; None when there were none."""
@@ -116,7 +116,7 @@ class RankState:
         self.group: str | None = None
         self.cpus_at_start: int | None = None  # how many this process might use before the script set anything
         self._parent_pid = os.getppid()  # now: it may end before this process does
-        self.taps: LoaderTaps  # set by the session: they need the recorder, and that needs this
+        self.loaders: LoaderRegistry  # set by the session: they need the recorder, and that needs this
         self.steps = 0
         self.steps_attributed = 0
         self.launch_s = 0.0
@@ -177,20 +177,20 @@ class RankState:
 
         Without workers the training thread fetches in next(); with them it still runs the sampler there.
         """
-        return activity is Activity.DATA_WAIT and self.taps.waiting_for is not None
+        return activity is Activity.DATA_WAIT and self.loaders.waiting_for is not None
 
     def understood(self, view: StackView) -> StackView:
         """A view with its meaning in this job: who waits for others waits for data unless loaders bring it."""
         if view.kind != "waiting":
             return view
-        taps = self.taps
-        fed = not taps.drawn_elsewhere and any(tap.trains for tap in taps.all)
+        loaders = self.loaders
+        fed = not loaders.drawn_elsewhere and any(stats.trains for stats in loaders.all)
         return replace(view, kind="host" if fed else "data_wait")
 
     def sampled(self, activity: Activity, view: StackView, weight_s: float) -> None:
         """A stack sample of the training thread."""
         if activity is Activity.DATA_WAIT:
-            waiting = self.taps.waiting_for
+            waiting = self.loaders.waiting_for
             if waiting is not None and waiting.serial:
                 self.load_lines.setdefault(waiting.loader_id, LineTimes()).add(view, weight_s)
             if waiting is not None and view.sampling:
@@ -211,23 +211,23 @@ class RankState:
             calls = self._loop_calls if view.kind == "host" else self._computing_calls
             calls.charge(where, function, weight_s, call)
 
-    def waited_for_gpu(self, where: str, function: str, call: str, took_s: float, stands_for: float) -> None:
+    def waited_for_gpu(self, where: str, function: str, call: str, took_s: float, weight: float) -> None:
         """A call waited for the GPU; it stands for so many like it."""
-        self.syncs += stands_for
-        self.sync_lines.charge(where, function, stands_for * took_s, call)
+        self.syncs += weight
+        self.sync_lines.charge(where, function, weight * took_s, call)
 
     def evaluating(self, eval_mode: bool) -> bool:
         """Whether the training thread evaluates now: the intervals, made later, are too late for a stack sample."""
-        return eval_mode or self.taps.was_evaluating
+        return eval_mode or self.loaders.was_evaluating
 
     def poll(self) -> None:
         """Take in what the workers have told, and what other threads did."""
         self._host_growth.note(self.steps)
         if self.steps:
             self.threads.poll(self.training_thread)
-        for message in self.taps.mailbox.receive():
-            tap = self.taps.all[message.loader]
-            in_pass = tap.pass_of_message if tap.described.get("persistent_workers") else message.in_pass
+        for message in self.loaders.mailbox.receive():
+            stats = self.loaders.all[message.loader]
+            in_pass = stats.pass_of_message if stats.described.get("persistent_workers") else message.in_pass
             self.workers.setdefault(message.loader, WorkerTotals()).add(message, in_pass)
 
     def exposed_communication_s(self) -> float:
@@ -276,7 +276,7 @@ class RankState:
 
     def trained(self, builder: IntervalBuilder) -> bool:
         """Whether this process has begun to train at all. Launchers and helpers never do."""
-        drawn = any(tap.batches for tap in self.taps.all)
+        drawn = any(stats.batches for stats in self.loaders.all)
         return bool(self.steps or builder.counter.backwards or drawn)
 
     def record(
@@ -303,7 +303,7 @@ class RankState:
             optimizers=tuple(self.optimizers.values()),
             optimizer_calls=self.optimizer_calls,
             learning_rate=self.learning_rate,
-            loaders=tuple(tap.record(tap.loader_id in trained) for tap in self.taps.all),
+            loaders=tuple(stats.record(stats.loader_id in trained) for stats in self.loaders.all),
             workers=self._worker_records(),
             host_lines=self.host_lines.top(),
             drawing_lines=self._drawing_lines.top(),
@@ -366,23 +366,23 @@ class RankState:
 
     def _worker_records(self) -> tuple[records.WorkerRecord, ...]:
         found = [totals.record(loader_id) for loader_id, totals in self.workers.items()]
-        for tap in self.taps.all:
-            lines = self.load_lines.get(tap.loader_id)
-            if lines is not None and tap.loader_id not in self.workers:
+        for stats in self.loaders.all:
+            lines = self.load_lines.get(stats.loader_id)
+            if lines is not None and stats.loader_id not in self.workers:
                 # The training thread is its own worker: what next() cost is what fetching cost.
                 found.append(
                     records.WorkerRecord(
-                        loader_id=tap.loader_id,
+                        loader_id=stats.loader_id,
                         processes=0,
-                        batches=tap.batches,
-                        fetch_s=tap.waited_s,
-                        fetch_cpu_s=tap.wait_cpu_s,
+                        batches=stats.batches,
+                        fetch_s=stats.waited_s,
+                        fetch_cpu_s=stats.wait_cpu_s,
                         cpu_wait_s=None,
                         idle_s=0.0,
-                        process_cpu_s=tap.wait_cpu_s,
+                        process_cpu_s=stats.wait_cpu_s,
                         read_bytes=None,
                         lines=lines.top(),
-                        chunks=tap.chunks,
+                        chunks=stats.chunks,
                     )
                 )
         return tuple(found)

@@ -16,10 +16,10 @@ from typing import Any
 from fulltilt.recorder.gpu_clock import Calibration, CudaClock
 from fulltilt.recorder.interpreter_lock import cpu_clock
 from fulltilt.recorder.intervals import IntervalBuilder
-from fulltilt.recorder.marks import Activity, BookedAtRest, EvalMode, Point, Rested
+from fulltilt.recorder.marks import Activity, BookedInPause, EvalMode, Point, StepsCounted
 from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.stacks.frames import LoopFrames
-from fulltilt.recorder.steps import LONG_STEP_NS, Rest
+from fulltilt.recorder.steps import LONG_STEP_NS, Bursts
 from fulltilt.recorder.validation import Evaluation
 
 
@@ -44,7 +44,7 @@ class Recorder:
         self.clock: CudaClock | None = None
         self.calibration = Calibration()
         self.profiling = False
-        self.rest = Rest()
+        self.bursts = Bursts()
         self.loop_frames = LoopFrames()
         self.marks: deque[tuple[Any, ...]] = deque()
         self.intervals = IntervalBuilder(t0_ns, state.world_size)
@@ -85,46 +85,46 @@ class Recorder:
         return before
 
     def stepped(self) -> None:
-        """An optimizer call has ended. After a burst of short steps the recorder rests."""
-        rest = self.rest
-        rest.measured()
-        if rest.plan is not None and rest.awake_calls >= rest.plan.measured_calls:
+        """An optimizer call has ended. After a burst of short steps measuring pauses."""
+        bursts = self.bursts
+        bursts.measured()
+        if bursts.plan is not None and bursts.measured_calls >= bursts.plan.measured_calls:
             if self.profiling or self.calibration.under_way or self.calibration.asked:
                 return
-            self.switch(Activity.REST)
-            rest.begin(self.last_switch_ns)
+            self.switch(Activity.PAUSED)
+            bursts.pause(self.last_switch_ns)
 
-    def stepped_at_rest(self) -> None:
+    def counted_step(self) -> None:
         """An optimizer call has ended that was not measured."""
-        rest = self.rest
-        self._passed_at_rest(time.perf_counter_ns())
-        rest.calls += 1
-        if rest.plan is None or rest.calls >= rest.plan.rested_calls:
-            self.wake()
+        bursts = self.bursts
+        self._passed_in_pause(time.perf_counter_ns())
+        bursts.counted_calls += 1
+        if bursts.plan is None or bursts.counted_calls >= bursts.plan.counted_calls:
+            self.resume()
 
-    def wake(self) -> None:
-        """Measure again, because the rest is over or because something out of the ordinary happens."""
-        rest = self.rest
-        if rest.on:
-            self._passed_at_rest(time.perf_counter_ns())
-            rest.end()
-            self.switch(Activity.USER, Rested(rest.calls, rest.drawn), Point.STEP)
+    def resume(self) -> None:
+        """Measure again: enough steps were only counted, or something out of the ordinary happens."""
+        bursts = self.bursts
+        if bursts.paused:
+            self._passed_in_pause(time.perf_counter_ns())
+            bursts.resume()
+            self.switch(Activity.USER, StepsCounted(bursts.counted_calls, bursts.drawn), Point.STEP)
 
-    def waited_at_rest(self, began_ns: int, ended_ns: int, turnover: bool = False) -> None:
+    def waited_in_pause(self, began_ns: int, ended_ns: int, turnover: bool = False) -> None:
         """Book a long wait as it is: for data, or for workers to end with their pass."""
-        self._passed_at_rest(began_ns)
-        self._book_at_rest(Activity.DATA_WAIT, began_ns, ended_ns, turnover)
+        self._passed_in_pause(began_ns)
+        self._book_in_pause(Activity.DATA_WAIT, began_ns, ended_ns, turnover)
 
-    def _passed_at_rest(self, now_ns: int) -> None:
-        """A step at rest, or its part before a long wait, has passed. A long one is booked by what the samples saw."""
-        if now_ns - self.rest.booked_ns > (LONG_STEP_NS if self.clock is None else self.intervals.long_ns):
-            self._book_at_rest(Activity.USER, self.rest.booked_ns, now_ns)
-        self.rest.booked_ns = now_ns
+    def _passed_in_pause(self, now_ns: int) -> None:
+        """A step, or its part before a long wait, has passed in a pause; a long one is booked by what samples saw."""
+        if now_ns - self.bursts.booked_ns > (LONG_STEP_NS if self.clock is None else self.intervals.long_ns):
+            self._book_in_pause(Activity.USER, self.bursts.booked_ns, now_ns)
+        self.bursts.booked_ns = now_ns
 
-    def _book_at_rest(self, activity: Activity, began_ns: int, ended_ns: int, turnover: bool = False) -> None:
+    def _book_in_pause(self, activity: Activity, began_ns: int, ended_ns: int, turnover: bool = False) -> None:
         self.marks.append((began_ns, activity, None, Point.NONE, None))
-        self.marks.append((ended_ns, Activity.REST, BookedAtRest(ended_ns - began_ns, turnover), Point.NONE, None))
-        self.rest.booked_ns = ended_ns
+        self.marks.append((ended_ns, Activity.PAUSED, BookedInPause(ended_ns - began_ns, turnover), Point.NONE, None))
+        self.bursts.booked_ns = ended_ns
 
     def note(self, fact: Any) -> None:
         """Leave a fact behind from any thread, without a change of activity."""
@@ -158,5 +158,5 @@ class Recorder:
     def evaluates(self, on: bool) -> None:
         """A sample has shown whether the training thread evaluates, whatever mode the model is in."""
         self.eval_mode = on
-        self.state.taps.was_evaluating = on
+        self.state.loaders.was_evaluating = on
         self.note(EvalMode(on))

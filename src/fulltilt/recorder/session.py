@@ -1,4 +1,4 @@
-"""One recording process put together: recorder, observer, state of the rank, loader taps and the hooks into torch."""
+"""What records one process: the recorder, its observer, the loader registry and the hooks into torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fulltilt.recorder.hooks.dataloader import override_fastai, watch_iterables,
 from fulltilt.recorder.hooks.processes import ExitHooks, show_errors_without_ours, watch_ranks
 from fulltilt.recorder.hooks.training import StepHooks, watch_garbage_collector, watch_saving
 from fulltilt.recorder.import_watcher import imported_iterables
-from fulltilt.recorder.loaders import LoaderTaps
+from fulltilt.recorder.loaders import LoaderRegistry
 from fulltilt.recorder.loaders.settings_file import LoaderOverride, read_loader, read_settings
 from fulltilt.recorder.observer import Observer
 from fulltilt.recorder.profiler import StepProfiler
@@ -32,11 +32,11 @@ class Session:
         self.state = RankState(torch)
         self.recorder = Recorder(folder, t0_ns, self.state)
         self.observer = Observer(self.recorder)
-        self.taps = LoaderTaps(self.recorder, torch)
-        self.state.taps = self.taps
+        self.loaders = LoaderRegistry(self.recorder, torch)
+        self.state.loaders = self.loaders
         self.device = DeviceHooks(torch, self.recorder)
         self.exits = ExitHooks(self.recorder, lambda _: self.observer.finish())
-        self._steps = StepHooks(torch, self.recorder, self.taps, self.device.trains_on_gpu)
+        self._steps = StepHooks(torch, self.recorder, self.loaders, self.device.trains_on_gpu)
         self._graphs = GraphHooks(torch, self.recorder, self._steps)
         self._patches = Patches()
         self._profiler = StepProfiler(torch, self.recorder, deep)
@@ -46,17 +46,17 @@ class Session:
     def install(self) -> None:
         """Put the hooks in place. The observer starts with the first loader, backward or step."""
         if self._settings is not None:
-            self.taps.override = LoaderOverride(self._settings, self._settings_for)
+            self.loaders.override = LoaderOverride(self._settings, self._settings_for)
             override_fastai(self._patches, self._settings)
             if self._settings.torch_threads:
                 self._torch.set_num_threads(self._settings.torch_threads)
         self.patch()
-        batch_observer.observe = self.taps.observe_feed
+        batch_observer.observe = self.loaders.observe_feed
 
     def patch(self) -> None:
         """Put the hooks into torch and Python in place; the table in ``hooks`` lists them."""
         torch, recorder, patches = self._torch, self.recorder, self._patches
-        watch_loaders(patches, torch, recorder, self.taps)
+        watch_loaders(patches, torch, recorder, self.loaders)
         for module in imported_iterables():
             self.watch_iterables(module)
         self._steps.install(patches)
@@ -71,8 +71,8 @@ class Session:
         show_errors_without_ours(patches)
 
     def watch_iterables(self, module: ModuleType) -> None:
-        """Put a meter on what this module of a library's has for training loops to draw from."""
-        watch_iterables(self._patches, module, self.taps)
+        """Put a timer around the iterables of this library's module that training loops draw from."""
+        watch_iterables(self._patches, module, self.loaders)
 
     def restore(self) -> None:
         """Put every original of torch's and Python's back."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import CodeType
 from typing import NamedTuple
 
-from fulltilt.recorder.loaders import PassMeter
+from fulltilt.recorder.loaders import BatchTimer
 from fulltilt.recorder.marks import Activity, Totals
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.stacks.frames import Stack, StackView, stack_of, user_code_in_backward, view_of
@@ -19,9 +19,9 @@ SAMPLE_EVERY_S = 0.01
 # A short run has few samples to divide its time by: at first they come twice as often.
 EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 400, 0.005
 # Each takes the interpreter lock from the training thread, and 0.1 ms of its time where no CPU is free: fewer do after
-# some twenty seconds, when the usual is known and what is rare has to last to matter, and while the recorder rests.
+# some twenty seconds, when the usual is known and what is rare has to last to matter, and while measuring pauses.
 MANY_SAMPLES, LATER_SAMPLE_EVERY_S = 2400, 0.04
-MANY_SAMPLES_AT_REST, LATER_AT_REST_EVERY_S = 800, 0.1
+MANY_SAMPLES_IN_PAUSE, LATER_IN_PAUSE_EVERY_S = 800, 0.1
 # A sample is late when it had to wait for the interpreter lock.
 LATE_NS = 300_000
 # What was seen before the present window weighs as much as this many seconds of samples.
@@ -57,7 +57,7 @@ class StackSampler:
         self._after: dict[Activity, KindWeights] = {}
         self._backward = KindWeights()
         self._late: Totals[str] = Totals()
-        self._long_step_ns = 0  # when the long step began that the last sample at rest saw
+        self._long_step_ns = 0  # when the long step began that the last sample in a pause saw
         self._taken = 0
         self._pending: list[Pending] = []
 
@@ -66,8 +66,8 @@ class StackSampler:
         """How long to wait for the next sample where sampling costs little."""
         if self._taken < EARLY_SAMPLES:
             return EARLY_SAMPLE_EVERY_S
-        if self._recorder.rest.on:
-            return LATER_AT_REST_EVERY_S if self._taken > MANY_SAMPLES_AT_REST else LATER_SAMPLE_EVERY_S
+        if self._recorder.bursts.paused:
+            return LATER_IN_PAUSE_EVERY_S if self._taken > MANY_SAMPLES_IN_PAUSE else LATER_SAMPLE_EVERY_S
         return LATER_SAMPLE_EVERY_S if self._taken > MANY_SAMPLES else SAMPLE_EVERY_S
 
     def take(self, due_ns: int, every_s: float) -> None:
@@ -78,8 +78,8 @@ class StackSampler:
         now_ns = time.perf_counter_ns()
         since_sample_ns, self._last_ns = now_ns - self._last_ns, now_ns
         activity = recorder.activity
-        if activity is Activity.REST:
-            self._take_at_rest(now_ns, since_sample_ns)
+        if activity is Activity.PAUSED:
+            self._take_in_pause(now_ns, since_sample_ns)
             return
         if recorder.evaluation.in_sight and activity is Activity.USER:
             self._look_for_the_end_of_evaluation()
@@ -96,7 +96,7 @@ class StackSampler:
         stack = self._stack_in(activity)
         if stack is None:
             return
-        view = self._view(stack, PassMeter.draw.__code__ if activity is Activity.DATA_WAIT else None)
+        view = self._view(stack, BatchTimer.draw.__code__ if activity is Activity.DATA_WAIT else None)
         if view is None:
             return
         # A sample that came late (the interpreter lock was held) stands for all of that time, but not for time
@@ -188,17 +188,17 @@ class StackSampler:
         else:
             self._backward["torch"] += self._every_s
 
-    def _take_at_rest(self, now_ns: int, since_sample_ns: int) -> None:
-        """Between bursts of measuring samples name lines; only those of a step that takes long say how it divides."""
+    def _take_in_pause(self, now_ns: int, since_sample_ns: int) -> None:
+        """In a pause samples only name lines, and those of a long step also divide its time."""
         recorder = self._recorder
-        began_ns = recorder.rest.booked_ns
+        began_ns = recorder.bursts.booked_ns
         on_gpu = recorder.clock is not None
         takes_long = now_ns - began_ns > (recorder.intervals.long_ns if on_gpu else LONG_STEP_NS)
-        stack = self._stack_in(Activity.REST)
+        stack = self._stack_in(Activity.PAUSED)
         if stack is None:
             return
         weight_s = self._every_s
-        view = view_of(stack, PassMeter.draw.__code__)
+        view = view_of(stack, BatchTimer.draw.__code__)
         if view is not None:
             if recorder.state.wants_lines(Activity.DATA_WAIT):
                 recorder.state.sampled(Activity.DATA_WAIT, view, weight_s)
@@ -213,7 +213,7 @@ class StackSampler:
             self._long_step_ns = began_ns
             if on_gpu and view.kind == "torch":
                 view = replace(view, kind="host")
-            self._add(Activity.LONG_USER if on_gpu else Activity.REST, view.kind, weight_s)
+            self._add(Activity.LONG_USER if on_gpu else Activity.PAUSED, view.kind, weight_s)
         recorder.state.sampled(Activity.USER, view, weight_s)
 
     def _add(self, after: Activity, kind: str, weight_s: float) -> None:

@@ -178,8 +178,8 @@ class StepCounter:
             self._counting[feeding] = feeding[-1] if inner else feeding[0]
             self._count(used[self._counting[feeding]])
 
-    def drawn_at_rest(self, drawn: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
-        """The batches and samples of a rest: of several loaders, those of the one that counts."""
+    def drawn_in_pause(self, drawn: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+        """The batches and samples of a pause: of several loaders, those of the one that counts."""
         counting = self._counting.get(tuple(self._feeding), -1)
         counted = [drawn[counting]] if counting in drawn else list(drawn.values())
         return sum(batches for batches, _ in counted), sum(samples for _, samples in counted)
@@ -216,21 +216,21 @@ class StepCounter:
 
 # --------------------------------------------------------------------------- short steps
 
-# Short steps are measured in bursts: a step of 2 ms cannot bear what a full measurement costs. Between two bursts the
-# recorder rests and only counts; the time of the steps at rest is divided as that of the measured ones. Nothing rare is
+# Short steps are measured in bursts: a step of 2 ms cannot bear the cost of a full measurement. Between two bursts
+# measuring pauses and steps are only counted; their time is divided as that of the measured ones. Nothing rare is
 # missed: a long wait and a long step are booked as they are, and saving, evaluating, the end of a pass and everything
-# else out of the ordinary wake the recorder up.
+# else out of the ordinary end the pause.
 MEASURED_STEPS = 16
 # Steps are measured one and all until there are this many, and while they take longer than a short one.
 MEASURE_ALL_FIRST = 300
 # On a GPU a measured step costs the host 0.2 ms. A job limited by launching pays that in full, others only where their
 # steps are very short.
-SHORT_STEP_S, SHORT_STEP_ON_GPU_S, RESTED_STEPS = 0.005, 0.010, 112
+SHORT_STEP_S, SHORT_STEP_ON_GPU_S, COUNTED_STEPS = 0.005, 0.010, 112
 LAUNCH_LIMITED = 0.04
-VERY_SHORT_STEP_S, RESTED_STEPS_VERY_SHORT = 0.004, 496
+VERY_SHORT_STEP_S, COUNTED_STEPS_VERY_SHORT = 0.004, 496
 # After so many steps the usual one is well known.
-MANY_STEPS, RESTED_AFTER_MANY_STEPS = 10_000, 1008
-# A wait for data longer than this is booked even at rest.
+MANY_STEPS, COUNTED_AFTER_MANY_STEPS = 10_000, 1008
+# A wait for data longer than this is booked even in a pause.
 LONG_WAIT_NS = 2_000_000
 # So is a step that takes longer than this: it did something that the others do not.
 LONG_STEP_NS = 10_000_000
@@ -240,61 +240,61 @@ LONG_STEP_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
-class RestPlan:
-    """How many calls of optimizers to measure in a burst, and how many to rest after it."""
+class BurstPlan:
+    """How many calls of optimizers to measure in a burst, and how many only to count after it."""
 
     measured_calls: int
-    rested_calls: int
+    counted_calls: int
 
 
 @dataclass
-class Rest:
-    """What was counted since the rest began, in calls of optimizers.
+class Bursts:
+    """Measuring in bursts: whether it pauses, and what was only counted since it does, in calls of optimizers.
 
-    What is only counted while the recorder is awake is weighted: a measured call ``stands_for`` itself and its part of
-    the calls rested before it.
+    Totals over measured calls are weighted: each call of a burst has the ``weight`` of itself and its part of the calls
+    in the pause before.
     """
 
-    plan: RestPlan | None = None
-    on: bool = False
-    awake_calls: int = 0
-    calls: int = 0
+    plan: BurstPlan | None = None
+    paused: bool = False
+    measured_calls: int = 0  # since the last pause
+    counted_calls: int = 0
     drawn: dict[int, tuple[int, int]] = field(default_factory=dict)  # batches and samples, by loader
-    stands_for: float = 1.0
-    booked_ns: int = 0  # up to here the time at rest has been booked
+    weight: float = 1.0
+    booked_ns: int = 0  # up to here the time of the pause has been booked
     _burst: int = 0
     _all_calls: int = 0
-    _stood_for: float = 0.0
+    _weights: float = 0.0
 
-    def begin(self, now_ns: int) -> None:
-        """Count from nothing."""
-        self.on = True
-        self.calls, self.drawn = 0, {}
+    def pause(self, now_ns: int) -> None:
+        """Only count from now on."""
+        self.paused = True
+        self.counted_calls, self.drawn = 0, {}
         self.booked_ns = now_ns
         self._burst = self.plan.measured_calls if self.plan is not None else 1
 
-    def end(self) -> None:
+    def resume(self) -> None:
         """Measure again."""
-        self.on = False
-        self.awake_calls = 0
-        self._all_calls += self.calls
-        self.stands_for = 1 + self.calls / self._burst
+        self.paused = False
+        self.measured_calls = 0
+        self._all_calls += self.counted_calls
+        self.weight = 1 + self.counted_calls / self._burst
 
     def measured(self) -> None:
         """One more call was measured."""
-        self.awake_calls += 1
+        self.measured_calls += 1
         self._all_calls += 1
-        self._stood_for += self.stands_for
-        if self.awake_calls >= self._burst:
-            self.stands_for = 1.0
+        self._weights += self.weight
+        if self.measured_calls >= self._burst:
+            self.weight = 1.0
 
     @property
-    def not_stood_for(self) -> float:
-        """All calls over those that the measured ones stand for: what follows the last rest speaks for nobody else."""
-        return self._all_calls / self._stood_for if self._stood_for else 1.0
+    def scale(self) -> float:
+        """What weighted totals are to be multiplied by, so that they also hold the calls of the last pause."""
+        return self._all_calls / self._weights if self._weights else 1.0
 
 
-def plan(steps: int, calls: int, step_s: float, scaler: bool, launch_share: float | None) -> RestPlan | None:
+def plan(steps: int, calls: int, step_s: float, scaler: bool, launch_share: float | None) -> BurstPlan | None:
     """How to measure in bursts; None when every step should be measured.
 
     Counting calls stands for counting steps only while every step has made the same number of them. ``launch_share``:
@@ -305,7 +305,7 @@ def plan(steps: int, calls: int, step_s: float, scaler: bool, launch_share: floa
         short_s = SHORT_STEP_ON_GPU_S if launch_share > LAUNCH_LIMITED else VERY_SHORT_STEP_S
     if steps < MEASURE_ALL_FIRST or step_s > short_s or scaler or calls % steps:
         return None
-    rested = RESTED_STEPS
+    counted = COUNTED_STEPS
     if step_s < VERY_SHORT_STEP_S:
-        rested = RESTED_STEPS_VERY_SHORT if steps < MANY_STEPS else RESTED_AFTER_MANY_STEPS
-    return RestPlan(MEASURED_STEPS * (calls // steps), rested * (calls // steps))
+        counted = COUNTED_STEPS_VERY_SHORT if steps < MANY_STEPS else COUNTED_AFTER_MANY_STEPS
+    return BurstPlan(MEASURED_STEPS * (calls // steps), counted * (calls // steps))

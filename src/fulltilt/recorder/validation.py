@@ -11,7 +11,7 @@ from fulltilt.recorder.stacks.frames import GENERATOR, MODEL_CALL, Stack, caller
 from fulltilt.recorder.user_code import owner
 
 if TYPE_CHECKING:
-    from fulltilt.recorder.loaders.loader_taps import LoaderTaps
+    from fulltilt.recorder.loaders.registry import LoaderRegistry
 
 # A function that switches the model for a batch under way this often makes what is trained on.
 GENERATES_AFTER = 3
@@ -126,21 +126,21 @@ class Generation:
     _seen: dict[CodeType, int] = field(default_factory=dict)
     _under_way: tuple[CodeType, int] | None = None
 
-    def began(self, taps: LoaderTaps, frame: FrameType) -> None:
+    def began(self, loaders: LoaderRegistry, frame: FrameType) -> None:
         """A function switches the trained model to evaluation mode."""
         code = _switching_code(frame)
-        waits = taps.feeding is not None and taps.feeding.trains and taps.unused
-        self._under_way = (code, _drawn_for_evaluation(taps)) if code is not None and waits else None
+        waits = loaders.feeding is not None and loaders.feeding.trains and loaders.unused
+        self._under_way = (code, _drawn_for_evaluation(loaders)) if code is not None and waits else None
 
-    def ended(self, taps: LoaderTaps) -> None:
+    def ended(self, loaders: LoaderRegistry) -> None:
         """The model is back in training mode."""
         if self._under_way is not None:
             code, drawn = self._under_way
             self._under_way = None
-            if drawn == _drawn_for_evaluation(taps):
+            if drawn == _drawn_for_evaluation(loaders):
                 self._seen[code] = self._seen.get(code, 0) + 1
 
-    def is_rollout(self, taps: LoaderTaps, module: Any, frame: FrameType) -> bool:
+    def is_rollout(self, loaders: LoaderRegistry, module: Any, frame: FrameType) -> bool:
         """Whether a library switches its model to make what it trains on, as in reinforcement learning.
 
         No loader brings anything there. A script of the user's that has none may well validate.
@@ -148,11 +148,11 @@ class Generation:
         code = _switching_code(frame) if self._seen else None
         if code is not None and self._seen.get(code, 0) >= GENERATES_AFTER:
             return True
-        return not any(tap.trains for tap in taps.all) and function_that_switches(module, frame) is None
+        return not any(stats.trains for stats in loaders.all) and function_that_switches(module, frame) is None
 
 
-def _drawn_for_evaluation(taps: LoaderTaps) -> int:
-    return sum(tap.eval_batches for tap in taps.all)
+def _drawn_for_evaluation(loaders: LoaderRegistry) -> int:
+    return sum(stats.eval_batches for stats in loaders.all)
 
 
 def _switching_code(frame: FrameType | None) -> CodeType | None:

@@ -174,7 +174,7 @@ class TrainingRecord(LoopMarks):
         self._own = self._session = Session(torch, state.out, self._t0_ns)
         for source in (state.source, state.eval_source):
             if isinstance(loader := getattr(source, "_loader", None), torch.utils.data.DataLoader):
-                self._own.taps.of(loader).made_by = ENGINE
+                self._own.loaders.of(loader).made_by = ENGINE
         self._own.begin_here()
 
     def __exit__(

@@ -46,8 +46,8 @@ class CompileHooks:
     def _begin(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._began_ns = time.perf_counter_ns()
         if self._recorder.mine():
-            self._recorder.wake()
-            self._before = self._recorder.switch(Activity.STARTUP)
+            self._recorder.resume()
+            self._before = self._recorder.switch(Activity.COMPILE)
         return original(*args, **kwargs)
 
     def _end(self, original: Function, *args: Any, **kwargs: Any) -> Any:

@@ -73,7 +73,7 @@ class DeviceHooks:
         recorder, copies, torch = self._recorder, self._state.copies, self._torch
 
         def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if recorder.clock is None or recorder.rest.on or torch.compiler.is_compiling():
+            if recorder.clock is None or recorder.bursts.paused or torch.compiler.is_compiling():
                 return original(tensor, *args, **kwargs)
             if tensor.is_cuda or not recorder.mine() or recorder.activity is not Activity.USER:
                 return original(tensor, *args, **kwargs)
@@ -90,7 +90,7 @@ class DeviceHooks:
                 recorder.switch(before, None, Point.TRANSFER if worth_an_event else Point.NONE)
                 if moved:
                     blocking = not (kwargs.get("non_blocking") or (len(args) > 1 and args[1] is True))
-                    copies.add(tensor.nbytes, blocking, recorder.rest.stands_for)
+                    copies.add(tensor.nbytes, blocking, recorder.bursts.weight)
                     self._copies_seen += 1
                     if self._copies_seen <= ASK_PINNED_FIRST or self._copies_seen % ASK_PINNED_EVERY == 0:
                         copies.asked += 1
@@ -107,7 +107,7 @@ class DeviceHooks:
         recorder, state, torch = self._recorder, self._state, self._torch
 
         def wait(*args: Any, **kwargs: Any) -> Any:
-            if recorder.clock is None or recorder.rest.on or torch.compiler.is_compiling():
+            if recorder.clock is None or recorder.bursts.paused or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             of_the_host = args and not getattr(args[0], "is_cuda", True)
             if of_the_host or not recorder.mine() or recorder.activity is Activity.SYNC:
@@ -122,7 +122,7 @@ class DeviceHooks:
                 took = time.perf_counter() - began
                 if before is not Activity.CHECKPOINT:
                     line = users_line(recorder.loop_frames.spots)
-                    state.waited_for_gpu(*line, written, took, recorder.rest.stands_for)
+                    state.waited_for_gpu(*line, written, took, recorder.bursts.weight)
                 if recorder.calibration.under_way:
                     recorder.lost_its_lead()
 

@@ -9,66 +9,66 @@ from typing import Any
 
 from fulltilt.recorder.hooks import Function, Patches
 from fulltilt.recorder.import_watcher import ITERABLES, Brings, ImportWatcher
-from fulltilt.recorder.loaders import METER, LoaderTaps, named_arguments
+from fulltilt.recorder.loaders import TIMER, LoaderRegistry, named_arguments
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.records import Settings
 
 
-def watch_loaders(patches: Patches, torch: Any, recorder: Recorder, taps: LoaderTaps) -> None:
-    """Put a tap on every DataLoader, and a meter on every iterator, whoever makes and draws from them."""
+def watch_loaders(patches: Patches, torch: Any, recorder: Recorder, loaders: LoaderRegistry) -> None:
+    """Register every DataLoader, and put a timer into every iterator, whoever makes and draws from them."""
 
     def constructor(original: Function) -> Function:
         def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            if taps.override is not None and recorder.active:
-                args, kwargs = taps.override(original, loader, args, kwargs)
+            if loaders.override is not None and recorder.active:
+                args, kwargs = loaders.override(original, loader, args, kwargs)
             original(loader, *args, **kwargs)
             if recorder.active:
-                taps.constructed(loader, tuple(named_arguments(original, args, kwargs) or ()))
+                loaders.constructed(loader, tuple(named_arguments(original, args, kwargs) or ()))
 
         return __init__
 
     def iterator_constructor(original: Function) -> Function:
         def __init__(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            taps.make_iterator(iterator, loader, lambda: original(iterator, loader, *args, **kwargs))
+            loaders.make_iterator(iterator, loader, lambda: original(iterator, loader, *args, **kwargs))
 
         return __init__
 
     def reset(original: Function) -> Function:
         def _reset(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            taps.reset_iterator(iterator, loader, lambda: original(iterator, loader, *args, **kwargs))
+            loaders.reset_iterator(iterator, loader, lambda: original(iterator, loader, *args, **kwargs))
 
         return _reset
 
     def following(original: Function) -> Function:
         def __next__(iterator: Any) -> Any:  # noqa: N807
-            meter = vars(iterator).get(METER)
-            return original(iterator) if meter is None else meter.draw(iterator, original)
+            timer = vars(iterator).get(TIMER)
+            return original(iterator) if timer is None else timer.draw(iterator, original)
 
         return __next__
 
     loader = torch.utils.data.DataLoader
     patches.swap_in_family(loader, __init__=constructor)
-    patches.swap(loader, "__iter__", lambda original: lambda loader: taps.iterate(original, loader))
+    patches.swap(loader, "__iter__", lambda original: lambda loader: loaders.iterate(original, loader))
     iterators = torch.utils.data.dataloader._BaseDataLoaderIter
     # The base's own constructor warns at the line that calls it, which has to stay torch's.
     patches.swap_in_family(iterators, but="__init__", __init__=iterator_constructor, _reset=reset, __next__=following)
 
 
-def watch_iterables(patches: Patches, module: ModuleType, taps: LoaderTaps) -> None:
-    """Put a meter on the iterators of a library that loops draw from without a DataLoader."""
+def watch_iterables(patches: Patches, module: ModuleType, loaders: LoaderRegistry) -> None:
+    """Put a timer around the iterators of a library that loops draw from without a DataLoader."""
     name, methods = ITERABLES[module.__name__]
     library = module.__name__.partition(".")[0]
     kind = getattr(module, name, None)
 
     def iterate(brings: Brings, original: Function, iterable: Any, *args: Any, **kwargs: Any) -> Any:
-        return taps.draw_from(library, iterable, lambda: original(iterable, *args, **kwargs), brings)
+        return loaders.draw_from(library, iterable, lambda: original(iterable, *args, **kwargs), brings)
 
     for method, brings in methods.items() if kind is not None else ():
         patches.around(kind, method, partial(iterate, brings))
 
 
 def override_fastai(patches: Patches, settings: Settings) -> None:
-    """Have fastai's loaders that shuffle made with the settings, once it is imported: they are none of torch's."""
+    """Have fastai's loaders that shuffle made with the settings, once it is imported: they are not torch's."""
 
     def constructed(original: Function, inner: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         original(inner, loader, *args, **kwargs)

@@ -95,7 +95,7 @@ class ExitHooks:
         # Whatever happens here, and it may happen inside a signal handler: the process leaves.
         with contextlib.suppress(BaseException):
             if recorder.mine():
-                recorder.wake()
+                recorder.resume()
             writer = threading.Thread(target=self.write_record, args=(code,), name="fulltilt-leaving", daemon=True)
             writer.start()
             writer.join(PATIENCE_S)

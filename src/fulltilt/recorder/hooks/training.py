@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fulltilt.recorder.hooks import Function, Patches, timed
-from fulltilt.recorder.loaders import LoaderTaps
+from fulltilt.recorder.loaders import LoaderRegistry
 from fulltilt.recorder.marks import Activity, BackwardBegan, BackwardEnded, EvalMode, OptimizerStepped, Point
 from fulltilt.recorder.rank_state import memory_parts
 from fulltilt.recorder.recorder import Recorder
@@ -28,7 +28,7 @@ def watch_saving(patches: Patches, torch: Any, recorder: Recorder) -> None:
     def save(original: Function, *args: Any, **kwargs: Any) -> Any:
         if not recorder.mine() or recorder.activity is Activity.CHECKPOINT:
             return original(*args, **kwargs)
-        recorder.wake()
+        recorder.resume()
         where, function = users_line(recorder.loop_frames.spots)
         began = time.perf_counter()
         before = recorder.switch(Activity.CHECKPOINT)
@@ -61,11 +61,11 @@ def watch_garbage_collector(patches: Patches, recorder: Recorder) -> None:
             if info["generation"] == OLDEST and recorder.training and recorder.mine():
                 before = recorder.activity
                 if before in INTERRUPTED:
-                    recorder.switch(Activity.HOST_CODE)
+                    recorder.switch(Activity.GARBAGE_COLLECTION)
         elif recorder.training and recorder.mine():
             full = info["generation"] == OLDEST
             totals.add((time.perf_counter_ns() - began_ns) * 1e-9, full, *asked[-1])
-            if full and recorder.activity is Activity.HOST_CODE:
+            if full and recorder.activity is Activity.GARBAGE_COLLECTION:
                 recorder.switch(before)
 
     def collect(original: Function, generation: int = OLDEST) -> int:
@@ -105,11 +105,13 @@ class Captured:
 class StepHooks:
     """Marks backward, steps and evaluation mode."""
 
-    def __init__(self, torch: Any, recorder: Recorder, taps: LoaderTaps, trains_on_gpu: Callable[[], None]) -> None:
+    def __init__(
+        self, torch: Any, recorder: Recorder, loaders: LoaderRegistry, trains_on_gpu: Callable[[], None]
+    ) -> None:
         self._torch = torch
         self._trains_on_gpu = trains_on_gpu
         self._recorder = recorder
-        self._taps = taps
+        self._loaders = loaders
         self._state = recorder.state
         self._stepping: list[int] = []
         self._steps_count: set[int] = set()
@@ -154,17 +156,17 @@ class StepHooks:
             if self.capture is not None and recorder.mine():
                 self.capture.backwards += 1
                 return original(*args, **kwargs)
-            if recorder.rest.on and not self._steps_inside:
+            if recorder.bursts.paused and not self._steps_inside:
                 return original(*args, **kwargs)
             if not recorder.active or self._around_steps is Activity.BACKWARD:
                 return original(*args, **kwargs)
-            if recorder.rest.on and recorder.mine():
+            if recorder.bursts.paused and recorder.mine():
                 self._around_steps = Activity.BACKWARD
                 try:
                     return original(*args, **kwargs)
                 finally:
                     self._around_steps = Activity.USER
-                    if not self._recorder.rest.on:  # a step inside has ended it
+                    if not self._recorder.bursts.paused:  # a step inside has ended it
                         recorder.switch(Activity.USER)
             if not recorder.mine():
                 if recorder.state.steps:
@@ -183,7 +185,7 @@ class StepHooks:
                 return original(*args, **kwargs)
             finally:
                 self._around_steps = Activity.USER
-                if not recorder.rest.on:  # it may have begun with a step inside
+                if not recorder.bursts.paused:  # it may have begun with a step inside
                     recorder.switch(before, BackwardEnded())
 
         return backward
@@ -230,7 +232,7 @@ class StepHooks:
 
     def _update_by_hand(self) -> None:
         """Gradients were asked for, and there has been no backward() and no optimizer: once a batch, it is a step."""
-        drawn = sum(tap.batches for tap in self._taps.all)
+        drawn = sum(stats.batches for stats in self._loaders.all)
         if drawn > self._drawn_before:
             self._drawn_before = drawn
             self._alone += 1
@@ -254,9 +256,9 @@ class StepHooks:
 
     def _trains(self) -> None:
         self._recorder.training = True
-        self._recorder.eval_mode = self._taps.was_evaluating = False
+        self._recorder.eval_mode = self._loaders.was_evaluating = False
         self._recorder.evaluation.forget()
-        self._taps.trained()
+        self._loaders.trained()
 
     def _stand_in_for_backward(self) -> None:
         """Gradients that backward() has not made (torch.autograd.grad, torch.func, none at all) train as well."""
@@ -269,7 +271,7 @@ class StepHooks:
         if self.capture is not None and recorder.mine():
             self.capture.optimizers.append(weakref.ref(optimizer))
             return
-        if not recorder.active or recorder.rest.on or self._torch.compiler.is_compiling():
+        if not recorder.active or recorder.bursts.paused or self._torch.compiler.is_compiling():
             return
         if not self._trains_here():
             if recorder.state.steps:
@@ -289,9 +291,9 @@ class StepHooks:
         recorder = self._recorder
         if self.capture is not None:
             return
-        if recorder.rest.on:
+        if recorder.bursts.paused:
             if id(optimizer) in self._steps_count and (recorder.mine() or self._trains_here()):
-                recorder.stepped_at_rest()
+                recorder.counted_step()
             return
         if not self._trains_here() or id(optimizer) not in self._stepping or self._torch.compiler.is_compiling():
             return
@@ -315,7 +317,7 @@ class StepHooks:
         if recorder.activity is Activity.USER:
             recorder.switch(Activity.OPTIMIZER)  # after a closure, too, what follows comes behind a step
         recorder.switch(self._around_steps, OptimizerStepped(key, skipped), Point.STEP)
-        if not self._taps.all:
+        if not self._loaders.all:
             recorder.calibrate_if_asked(Point.BATCH)
         if self._state.replicas and _asks_replicas(self._state.optimizer_calls):
             self._state.read_communication()
@@ -358,7 +360,7 @@ class StepHooks:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if not recorder.mine() or not scaler.is_enabled():
                 return original(scaler, optimizer, *args, **kwargs)
-            recorder.wake()
+            recorder.resume()
             state.scaler = True
             calls = state.optimizer_calls
             before = recorder.switch(Activity.OPTIMIZER)
@@ -397,16 +399,16 @@ class StepHooks:
                 frame = sys._getframe(1)
                 changes = recorder.eval_mode == bool(mode) or recorder.evaluation.in_sight
                 concerns = changes and self._is_trained(module)
-                if concerns and (mode or not self._generation.is_rollout(self._taps, module, frame)):
-                    recorder.wake()
+                if concerns and (mode or not self._generation.is_rollout(self._loaders, module, frame)):
+                    recorder.resume()
                     if mode:
-                        self._generation.ended(self._taps)
+                        self._generation.ended(self._loaders)
                         recorder.evaluation.forget()
                     else:
-                        self._generation.began(self._taps, frame)
+                        self._generation.began(self._loaders, frame)
                         recorder.evaluation.switched(module, frame, recorder.loop_frames.loop)
                     recorder.eval_mode = not mode
-                    self._taps.was_evaluating = recorder.eval_mode
+                    self._loaders.was_evaluating = recorder.eval_mode
                     recorder.switch(recorder.activity, EvalMode(not mode), Point.EVAL)
 
         return train

@@ -1,6 +1,7 @@
 """Loaders, their iterators and their workers: every batch passes through here and every wait is measured."""
 
-from fulltilt.recorder.loaders.iterator import LoaderTap, PassMeter, TappedIterator
-from fulltilt.recorder.loaders.loader_taps import ENGINE, METER, LoaderTaps, call_sites, named_arguments
+from fulltilt.recorder.loaders.call_sites import ENGINE, call_sites, named_arguments
+from fulltilt.recorder.loaders.loader_stats import LoaderStats
+from fulltilt.recorder.loaders.registry import TIMER, BatchTimer, LoaderRegistry
 
-__all__ = ["ENGINE", "METER", "LoaderTap", "LoaderTaps", "PassMeter", "TappedIterator", "call_sites", "named_arguments"]
+__all__ = ["ENGINE", "TIMER", "BatchTimer", "LoaderRegistry", "LoaderStats", "call_sites", "named_arguments"]

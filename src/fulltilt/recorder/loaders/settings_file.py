@@ -13,7 +13,7 @@ from typing import Any
 
 from fulltilt import store
 from fulltilt.errors import RunFolderError, UsageError
-from fulltilt.recorder.loaders.loader_taps import call_sites, named_arguments
+from fulltilt.recorder.loaders.call_sites import call_sites, named_arguments
 from fulltilt.records import MOST_OF_A_SETTING, Settings
 
 SAME_MATH = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "torch_threads", "start_method")

@@ -126,7 +126,7 @@ def _plus(spent: Clocks, began: Clocks, ended: Clocks) -> Clocks:
     return spent[0] + ended[0] - began[0], spent[1] + ended[1] - began[1], spent[2] + ended[2] - began[2]
 
 
-class FetchMeter:
+class FetchTimer:
     """Adds up what this worker's fetches cost and sends it off now and then."""
 
     def __init__(self, mailbox: socket.socket, loader_id: int, in_pass: int = 0) -> None:
@@ -175,7 +175,7 @@ class FetchMeter:
             try:
                 if self._under_way and (stack := stack_of(self.thread_id)) is not None:
                     sampled += 1
-                    view = view_of(stack, FetchMeter.fetch.__code__)
+                    view = view_of(stack, FetchTimer.fetch.__code__)
                     if view is not None:
                         self._lines.add(view, min(since, 5 * every_s))
                     self._files.look()
@@ -276,15 +276,15 @@ def allowed_cpus() -> tuple[int, ...]:
 
 
 def run_worker(mailbox: socket.socket, loader_id: int, in_pass: int, home: str, *args: Any) -> None:
-    """The worker loop of ``home`` with a meter around each fetch. A meter that fails leaves the loop as it is."""
+    """The worker loop of ``home`` with a timer around each fetch. A timer that fails leaves the loop as it is."""
     original = plain_loops.get(home) or importlib.import_module(home)._worker_loop
     if own_recorder is not None:
         own_recorder.active = False
     try:
-        meter = FetchMeter(mailbox, loader_id, in_pass)
+        timer = FetchTimer(mailbox, loader_id, in_pass)
         stop = threading.Event()
-        _measure_fetches(meter)
-        threading.Thread(target=meter.observe, args=(stop,), name="fulltilt-worker", daemon=True).start()
+        _measure_fetches(timer)
+        threading.Thread(target=timer.observe, args=(stop,), name="fulltilt-worker", daemon=True).start()
     except Exception:
         original(*args)
         return
@@ -292,10 +292,10 @@ def run_worker(mailbox: socket.socket, loader_id: int, in_pass: int, home: str, 
         original(*args)
     finally:
         stop.set()
-        meter.send()
+        timer.send()
 
 
-def _measure_fetches(meter: FetchMeter) -> None:
+def _measure_fetches(timer: FetchTimer) -> None:
     from torch._utils import ExceptionWrapper
     from torch.utils.data._utils import fetch as fetchers
 
@@ -313,7 +313,7 @@ def _measure_fetches(meter: FetchMeter) -> None:
         unmeasured = kind.fetch
 
         def fetch(self: Any, index: Any, _unmeasured: Callable[..., Any] = unmeasured) -> Any:
-            return meter.fetch(_unmeasured, self, index)
+            return timer.fetch(_unmeasured, self, index)
 
         kind.fetch = fetch
 

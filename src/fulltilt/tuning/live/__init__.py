@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fulltilt.errors import FulltiltError
-from fulltilt.recorder.loaders import LoaderTap
-from fulltilt.recorder.loaders.iterator import is_iterable
+from fulltilt.recorder.loaders import LoaderStats
+from fulltilt.recorder.loaders.loader_stats import is_iterable
 from fulltilt.recorder.session import Session
 from fulltilt.records import LiveRecord
 from fulltilt.tuning.live.controller import Capacity
@@ -33,7 +33,7 @@ EXACT = "FULLTILT_EXACT"
 def attach(session: Session) -> None:
     """Tune the loaders of this process from now on."""
     live = Live(session, exact=bool(os.environ.get(EXACT)))
-    session.taps.live = live.begin
+    session.loaders.live = live.begin
     session.state.live = live.records
 
 
@@ -45,10 +45,10 @@ class Live(TunedProcess):
         self.tuners: dict[int, LoaderTuner | StreamTuner] = {}
         self._told: set[int] = set()  # loaders of which the other ranks know that they are left alone
 
-    def begin(self, loader: Any, tap: LoaderTap, iterate: Callable[[Any], Any]) -> Any:
+    def begin(self, loader: Any, tap: LoaderStats, iterate: Callable[[Any], Any]) -> Any:
         """The source of a pass over a loader; ``iterate`` is torch's own ``DataLoader.__iter__``."""
         if os.getpid() != self.session.recorder.pid:
-            return self.session.taps.with_meters(partial(iterate, loader), tap)
+            return self.session.loaders.start_workers(partial(iterate, loader), tap)
         from fulltilt.tuning.live.streamed import StreamTuner
         from fulltilt.tuning.live.tuner import LoaderTuner
 

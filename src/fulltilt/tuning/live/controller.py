@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes, shared_memory_bytes
-from fulltilt.recorder.loaders import LoaderTap
+from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.recorder.session import Session
 from fulltilt.tuning.live.limits import DEFAULT, Limits
 from fulltilt.tuning.live.measurement import Knobs, Seen
@@ -156,7 +156,7 @@ def most_workers(capacity: Capacity, prefetch: int, limits: Limits = DEFAULT) ->
     return min(bounds)
 
 
-def measure_capacity(session: Session, tap: LoaderTap, other_workers: int, tensors_per_batch: int) -> Capacity:
+def measure_capacity(session: Session, tap: LoaderStats, other_workers: int, tensors_per_batch: int) -> Capacity:
     """What is left for a new pool of this loader, beside everything that runs now."""
     told = session.state.workers.get(tap.loader_id)
     told_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -177,7 +177,7 @@ def measure_capacity(session: Session, tap: LoaderTap, other_workers: int, tenso
     )
 
 
-def _cpu_share(session: Session, tap: LoaderTap) -> float | None:
+def _cpu_share(session: Session, tap: LoaderStats) -> float | None:
     """The part of fetching in which a CPU is used or queued for."""
     told = session.state.workers.get(tap.loader_id)
     workers = told.record(tap.loader_id) if told is not None else None

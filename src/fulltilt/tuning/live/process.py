@@ -13,7 +13,7 @@ from typing import Any
 from fulltilt import store
 from fulltilt.errors import FulltiltError
 from fulltilt.recorder import attach as attached
-from fulltilt.recorder.loaders import LoaderTap
+from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.recorder.loaders.settings_file import LOADER
 from fulltilt.recorder.loaders.workers import allowed_cpus
 from fulltilt.recorder.session import Session
@@ -59,9 +59,9 @@ class TunedProcess:
             return "this is one of several tasks, whose ranks have not met in a process group of torch's"
         return None
 
-    def report(self, tap: LoaderTap, batch: int, knobs: Knobs, capacity: Capacity, **what: Any) -> Report:
+    def report(self, tap: LoaderStats, batch: int, knobs: Knobs, capacity: Capacity, **what: Any) -> Report:
         """What this rank says of a loader, which all ranks know by its line and its place among those made there."""
-        place = sum(other.where == tap.where for other in self.session.taps.all[: tap.loader_id])
+        place = sum(other.where == tap.where for other in self.session.loaders.all[: tap.loader_id])
         cpus = f"{sum(1 << cpu for cpu in allowed_cpus()):x}"
         return Report(f"{tap.where} {place}", batch, socket.gethostname(), cpus, knobs, capacity, **what)
 
@@ -69,9 +69,9 @@ class TunedProcess:
         """Seconds since the run began."""
         return time.perf_counter() - self._t0_s
 
-    def capacity(self, tap: LoaderTap, tensors_per_batch: int) -> Capacity:
+    def capacity(self, tap: LoaderStats, tensors_per_batch: int) -> Capacity:
         """What is left for the workers of one loader, beside those of the others."""
-        others = (other for other in self.session.taps.all if other is not tap and other.in_pass)
+        others = (other for other in self.session.loaders.all if other is not tap and other.in_pass)
         workers = sum(other.serving_workers or 0 for other in others)
         return measure_capacity(self.session, tap, workers, tensors_per_batch)
 

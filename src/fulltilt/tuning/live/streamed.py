@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
-from fulltilt.recorder.loaders import LoaderTap
+from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import Pickled, file_positions, kept_generators, reason_against
 from fulltilt.tuning.live.controller import at_pace_of, pays
@@ -43,7 +43,7 @@ MOST_ARRIVALS = 4096
 class StreamTuner:
     """Measures a pass of the script's own, one with a worker and one of the script's own again; keeps what pays."""
 
-    def __init__(self, process: TunedProcess, tap: LoaderTap) -> None:
+    def __init__(self, process: TunedProcess, tap: LoaderStats) -> None:
         self.tap = tap
         own = Settings(num_workers=0)
         self.record = LiveRecord(tap.loader_id, "watching", "a streamed data set is tuned from pass to pass", own, own)
@@ -61,7 +61,7 @@ class StreamTuner:
             self._judge(loader, last, iterate)
         if self._workers:
             loader = _with_a_worker(loader)
-        source = self._process.session.taps.with_meters(partial(iterate, loader), self.tap)
+        source = self._process.session.loaders.start_workers(partial(iterate, loader), self.tap)
         self._last = StreamPass(source, loader, looks=self.record.state == "watching")
         return self._last
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import FulltiltError
-from fulltilt.recorder.loaders import LoaderTap
+from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import BatchCheck, reason_against, reason_of_sampler, short
 from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, best_of, decide, pays, pays_clearly
@@ -74,7 +74,7 @@ class LoaderTuner:
     ``record`` is what reports read. What was found is written for `fulltilt run --settings`, and taken back.
     """
 
-    def __init__(self, process: TunedProcess, tap: LoaderTap) -> None:
+    def __init__(self, process: TunedProcess, tap: LoaderStats) -> None:
         self.tap = tap
         self.drawn = 0  # batches, over all passes
         self._process = process
@@ -120,7 +120,7 @@ class LoaderTuner:
         source = self._source()
         goes_on = self._persists and source is not None
         if not goes_on and (self._left_alone or (source is not None and not source.ended)):
-            return self._process.session.taps.with_meters(partial(iterate, loader), self.tap)
+            return self._process.session.loaders.start_workers(partial(iterate, loader), self.tap)
         if source is None or not goes_on:
             source = SwitchingIterator(self, copy_of(loader))
             self._source, self._persistent = weakref.ref(source), source if self._persists else None
@@ -383,7 +383,9 @@ class LoaderTuner:
         batch_s = max(knobs.workers, 1) / best_of(self._seen).batches_per_s if self._seen else 0.0
         start_s = self._limits.spawn_s if starts_slowly(source.loader) else self._limits.batch_s
         patience_s = math.ceil(max(start_s, self._limits.batch_times * batch_s))
-        meter = partial(self._process.session.taps.with_meters, tap=self.tap) if metered else lambda start: start()
+        meter = (
+            partial(self._process.session.loaders.start_workers, stats=self.tap) if metered else lambda start: start()
+        )
         own = knobs == self.user and metered
         return WorkerPool(source.loader, knobs, generator, self._iterate, meter, None if own else patience_s)
 

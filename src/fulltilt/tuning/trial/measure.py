@@ -24,7 +24,8 @@ from typing import Any
 from fulltilt import store
 from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.hooks.dataloader import override_fastai
-from fulltilt.recorder.loaders import LoaderTap, LoaderTaps, call_sites
+from fulltilt.recorder.loaders import LoaderRegistry, LoaderStats, call_sites
+from fulltilt.recorder.loaders.loader_stats import length_of
 from fulltilt.recorder.loaders.settings_file import LoaderOverride, looks_like_training
 from fulltilt.recorder.session import Session
 from fulltilt.recorder.steps import BACKWARDS_WITHOUT_OPTIMIZER
@@ -89,10 +90,10 @@ class Measuring:
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(0)
         self._saves.install()
-        self._applied.install(self._torch, self._session.taps)
+        self._applied.install(self._torch, self._session.loaders)
         sys.modules[self._torch.optim.Optimizer.__module__].register_optimizer_step_post_hook(self._stepped)
         self._keep_losses()
-        self._session.taps.live = self._begin_pass
+        self._session.loaders.live = self._begin_pass
         atexit.register(self._script_ended)
         sys.excepthook = functools.partial(self._script_failed, sys.excepthook)
 
@@ -171,16 +172,16 @@ class Measuring:
             self._pending.pop(0)
             self._blocks.append(block_between(began, ended))
 
-    def _begin_pass(self, loader: Any, tap: LoaderTap, iterate: Callable[[Any], Any]) -> Any:
+    def _begin_pass(self, loader: Any, tap: LoaderStats, iterate: Callable[[Any], Any]) -> Any:
         """Stands where live tuning would: a pass begins with torch's own iterator, which can be asked for its queue."""
-        source = self._session.taps.with_meters(functools.partial(iterate, loader), tap)
+        source = self._session.loaders.start_workers(functools.partial(iterate, loader), tap)
         with contextlib.suppress(TypeError):
             self._sources[tap.loader_id] = weakref.ref(source)
         return source
 
     def _snapshot(self) -> StepSnapshot:
-        taps = self._session.taps.all
-        trained = [tap for tap in taps if tap.batches > tap.eval_batches]
+        loaders = self._session.loaders.all
+        trained = [tap for tap in loaders if tap.batches > tap.eval_batches]
         sources = (self._sources.get(tap.loader_id, lambda: None)() for tap in trained)
         return StepSnapshot(
             host_s=time.perf_counter(),
@@ -188,7 +189,7 @@ class Measuring:
             batches=sum(tap.batches for tap in trained),
             samples=sum(tap.samples if tap.counted else tap.batches for tap in trained),
             wait_s=sum(tap.wait_s for tap in trained),
-            interruptions=sum(tap.eval_batches for tap in taps) + self._saves.count,
+            interruptions=sum(tap.eval_batches for tap in loaders) + self._saves.count,
             workers=sum(_workers(tap) for tap in trained),
             queue_batches=sum(_workers(tap) * int(tap.described.get("prefetch_factor") or 2) for tap in trained),
             ready=sum(ready_batches(source) for source in sources),
@@ -241,7 +242,7 @@ class Measuring:
         store.write_json(Path(self._assignment.folder) / ANSWER_FILE, answer)
 
 
-def _workers(tap: LoaderTap) -> int:
+def _workers(tap: LoaderStats) -> int:
     return int(tap.described.get("num_workers") or 0)
 
 
@@ -311,9 +312,9 @@ class AppliedSettings(LoaderOverride):
         self._loader = loader
         self.remarks: list[str] = []
 
-    def install(self, torch: Any, taps: LoaderTaps) -> None:
+    def install(self, torch: Any, loaders: LoaderRegistry) -> None:
         """Stand in the way of what the settings concern, and of nothing else."""
-        taps.override = self
+        loaders.override = self
         override_fastai(Patches(), self._settings)
         if self._settings.precision is not None:
             _compute_in(torch, self._settings.precision)
@@ -326,7 +327,7 @@ class AppliedSettings(LoaderOverride):
         if wanted is None or wanted.where is None:
             return looks_like_training(given)
         sites = call_sites(loader)
-        if sites.where != wanted.where or _length(given.get("dataset")) != wanted.dataset_len:
+        if sites.where != wanted.where or length_of(given.get("dataset")) != wanted.dataset_len:
             return False
         # A library makes all its loaders at the same line of the user's.
         return sites.made_by is None or looks_like_training(given)
@@ -346,13 +347,6 @@ class AppliedSettings(LoaderOverride):
         else:
             changed["batch_size"] = batch_size
         return changed
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except Exception:
-        return None
 
 
 def _compute_in(torch: Any, precision: str) -> None:

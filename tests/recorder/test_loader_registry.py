@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data._utils import worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
-from fulltilt.recorder.loaders import LoaderTap
-from fulltilt.recorder.loaders.iterator import wait_slope
+from fulltilt.recorder.loaders import LoaderStats
+from fulltilt.recorder.loaders.loader_stats import wait_slope
 from fulltilt.recorder.loaders.settings_file import LoaderOverride
 from fulltilt.recorder.loaders.workers import plain_loops
 from fulltilt.recorder.session import Session
@@ -36,10 +36,10 @@ def session(tmp_path: Path) -> Iterator[Session]:
 
 
 def drawn(session: Session) -> list[tuple[int, int, int]]:
-    def counts(tap: LoaderTap) -> tuple[int, int, int]:
-        return tap.passes, tap.batches, tap.samples
+    def counts(stats: LoaderStats) -> tuple[int, int, int]:
+        return stats.passes, stats.batches, stats.samples
 
-    return [counts(tap) for tap in session.taps.all]
+    return [counts(stats) for stats in session.loaders.all]
 
 
 def test_a_loader_with_one_iterator_for_all_epochs_is_seen(session: Session) -> None:
@@ -56,7 +56,7 @@ def test_a_loader_with_one_iterator_for_all_epochs_is_seen(session: Session) -> 
     for _ in range(2):
         list(loader)
     assert drawn(session) == [(1, 4, 12)]
-    assert session.taps.all[0].given == ("dataset", "batch_size")
+    assert session.loaders.all[0].given == ("dataset", "batch_size")
 
 
 def test_an_iterator_made_without_its_loaders_iter_is_seen(session: Session) -> None:
@@ -111,7 +111,7 @@ def test_what_a_library_brings_without_a_loader_is_counted(watched: Session) -> 
     assert drawn(watched) == [(1, 6, 6)]
     list(Stream().iter(batch_size=3))
     assert drawn(watched)[1:] == [(1, 2, 6)]
-    assert watched.taps.all[0].made_by == "datasets"
+    assert watched.loaders.all[0].made_by == "datasets"
 
 
 def test_a_librarys_data_set_in_a_loader_counts_once(watched: Session) -> None:
@@ -139,7 +139,7 @@ def test_arguments_count_as_written_in_a_derived_class(session: Session) -> None
 
     for kind in (Named, Unnamed):
         loader = kind(DATA, batch_size=2)
-        assert session.taps.of(loader).given == ("dataset", "batch_size")
+        assert session.loaders.of(loader).given == ("dataset", "batch_size")
 
 
 def test_settings_reach_a_class_that_calls_no_constructor_of_torchs(session: Session) -> None:
@@ -147,7 +147,7 @@ def test_settings_reach_a_class_that_calls_no_constructor_of_torchs(session: Ses
         def __init__(self, dataset: Any, shuffle: bool = False, num_workers: int = 0, **others: Any) -> None:
             vars(self).update(vars(DataLoader(dataset, shuffle=False, num_workers=num_workers, **others)))
 
-    session.taps.override = LoaderOverride(Settings(num_workers=2))
+    session.loaders.override = LoaderOverride(Settings(num_workers=2))
     assert Stateful(DATA, True).num_workers == 2
     assert Stateful(DATA).num_workers == 0
 
@@ -176,24 +176,24 @@ def test_classes_of_the_family_get_their_originals_back(tmp_path: Path) -> None:
 def test_workers_started_on_two_threads_run_torchs_loop(session: Session) -> None:
     """The second thread took the first one's measured loop for torch's, and its workers called themselves for ever."""
     torchs, dump = worker._worker_loop, reduction.dump
-    taps = session.taps
-    first, second = (taps.of(DataLoader(DATA, num_workers=1)) for _ in range(2))
-    other = threading.Thread(target=taps.with_meters, args=(lambda: None, second))
+    loaders = session.loaders
+    first, second = (loaders.of(DataLoader(DATA, num_workers=1)) for _ in range(2))
+    other = threading.Thread(target=loaders.start_workers, args=(lambda: None, second))
 
     def start() -> None:
         other.start()
         other.join(0.1)  # long enough to come in between
 
-    taps.with_meters(start, first)
+    loaders.start_workers(start, first)
     other.join()
     assert plain_loops[worker.__name__] is worker._worker_loop is torchs
     assert reduction.dump is dump
 
 
 def test_workers_started_while_others_start_run_torchs_loop(session: Session) -> None:
-    tap = session.taps.of(DataLoader(DATA, num_workers=1))
+    stats = session.loaders.of(DataLoader(DATA, num_workers=1))
     torchs = worker._worker_loop
-    session.taps.with_meters(lambda: session.taps.with_meters(lambda: None, tap), tap)
+    session.loaders.start_workers(lambda: session.loaders.start_workers(lambda: None, stats), stats)
     assert plain_loops[worker.__name__] is worker._worker_loop is torchs
 
 
@@ -226,6 +226,6 @@ def test_a_draw_measures_the_pause_before_it(session: Session) -> None:
     for _ in range(2):
         for _ in DataLoader(TensorDataset(torch.zeros(5, 1))):
             time.sleep(0.005)
-    (tap,) = session.taps.all
-    assert len(tap.draws) == 8, "without the first of each pass"
-    assert all(pause_s >= 0.005 > wait_s for pause_s, wait_s in tap.draws)
+    (stats,) = session.loaders.all
+    assert len(stats.draws) == 8, "without the first of each pass"
+    assert all(pause_s >= 0.005 > wait_s for pause_s, wait_s in stats.draws)

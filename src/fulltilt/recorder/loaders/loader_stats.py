@@ -1,0 +1,229 @@
+"""One loader: how it was made, its waits and batches so far, and the record of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from fulltilt.recorder.loaders.batches import compressed_chunks, count_bytes, kind_of, padding_share, shapes_of
+from fulltilt.recorder.stacks.frames import LineTimes
+from fulltilt.records import LoaderRecord
+
+# A batch's size and padding are measured on the first few batches and then on every so many.
+INSPECT_FIRST = 4
+INSPECT_EVERY = 32
+MOST_SHAPES = 64
+# Workers send a message every half second, and when they end: for so long, messages of the pass before still arrive.
+LAST_MESSAGES_S = 0.45
+# Draws by which it is judged whether a loader's source works ahead of the training: the latest, and at least so many.
+LATEST_DRAWS, FEWEST_DRAWS = 512, 16
+# What a data set may keep of its samples; fewer objects than this take no memory to speak of.
+COLLECTIONS, MANY_OBJECTS = (list, tuple, dict, set), 10_000
+
+
+@dataclass
+class LoaderStats:
+    """One loader: how it was made, and what it has cost and brought so far."""
+
+    loader_id: int
+    loader: Callable[[], Any] = lambda: None  # a weak reference to it; of an iterable none is kept
+    where: str | None = None
+    given: tuple[str, ...] = ()
+    described: dict[str, Any] = field(default_factory=dict)
+    asked_for: int | None = None  # indices in each request, where there is no batch size: 1 without batching
+    last_batch_size: int | None = None  # of a pass; None where it is no smaller, or nothing tells
+    eval_batches: int = 0
+    passes: int = 0
+    in_pass: bool = False
+    pass_began_s: float = 0.0
+    made_by: str | None = None
+    constructed: int = 0
+    trains: bool = False
+    batches: int = 0
+    samples: int = 0
+    counted: bool = False
+    wait_s: float = 0.0
+    waiting_since_s: float | None = None
+    timed_wait_s: float = 0.0
+    timed_cpu_s: float = 0.0
+    first_wait_s: float = 0.0
+    restart_s: float = 0.0
+    arrived: tuple[int, float] = (-1, 0.0)  # how many batches had come, and when the last of them did
+    draws: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LATEST_DRAWS))  # pause, wait
+    pickled_workers: int = 0
+    pickled_bytes: int = 0
+    pickle_s: float = 0.0
+    batch_bytes: int | None = None
+    batch_kind: str | None = None
+    chunks: str | None = None
+    shapes: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
+    padding: float = 0.0
+    padding_seen: int = 0
+    sampler_lines: LineTimes = field(default_factory=LineTimes)
+    # What live tuning has put in force instead of the loader's own arguments.
+    in_force: dict[str, Any] = field(default_factory=dict)
+    serving_workers: int | None = None  # of the pool that serves now, on trial or in force
+
+    def look_at(self, loader: Any) -> None:
+        """Read the loader's arguments as a pass begins."""
+        self.described, self.last_batch_size = describe(loader), _last_batch_size(loader)
+
+    def retired(self) -> bool:
+        """Whether this loader's passes are over: one made at the same place then takes its place."""
+        return self.loader() is None or (self.passes > 0 and not self.in_pass)
+
+    @property
+    def pass_of_message(self) -> int:
+        """The pass of a worker's message that arrives now; just after a pass has begun, the one before."""
+        if self.passes > 1 and time.perf_counter() - self.pass_began_s < LAST_MESSAGES_S:
+            return self.passes - 1
+        return self.passes
+
+    @property
+    def serial(self) -> bool:
+        """Whether the training thread fetches its batches itself."""
+        serving = self.serving_workers
+        return (self.described.get("num_workers") if serving is None else serving) == 0
+
+    @property
+    def waited_s(self) -> float:
+        """The waits so far, with the one under way, which a loader that hangs never ends."""
+        since_s = self.waiting_since_s
+        return self.wait_s + (time.perf_counter() - since_s if since_s is not None else 0.0)
+
+    @property
+    def wait_cpu_s(self) -> float:
+        """CPU time of the training thread inside next(), from the waits in which it was measured."""
+        return self.wait_s * self.timed_cpu_s / self.timed_wait_s if self.timed_wait_s else 0.0
+
+    def inspect(self, batch: Any) -> None:
+        """Measure size, structure and padding of a batch; a few batches are enough."""
+        self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))
+        self.batch_kind = self.batch_kind or kind_of(batch)
+        if self.chunks is None and self.batches <= INSPECT_FIRST:
+            self.chunks = compressed_chunks()
+        if len(self.shapes) < MOST_SHAPES:
+            self.shapes.add(shapes_of(batch))
+        share = padding_share(batch)
+        if share is not None:
+            self.padding += share
+            self.padding_seen += 1
+
+    def record(self, trained: bool) -> LoaderRecord:
+        """The loader as a record."""
+        loader = self.loader()
+        if loader is not None:
+            self.described = describe(loader)
+        role = "train" if trained else "eval" if self.batches else "unused"
+        return LoaderRecord(
+            loader_id=self.loader_id,
+            role=role,  # type: ignore[arg-type]
+            where=self.where,
+            made_by=self.made_by,
+            given=self.given,
+            constructed=max(self.constructed, 1),  # none where it was made before anybody looked
+            passes=self.passes,
+            batches=self.batches,
+            eval_batches=self.eval_batches,
+            samples=self.samples if self.counted else None,
+            batch_bytes=self.batch_bytes,
+            batch_kind=self.batch_kind,
+            batch_shapes=len(self.shapes) or None,
+            wait_s=self.waited_s,
+            wait_cpu_s=self.wait_cpu_s,
+            first_wait_s=self.first_wait_s,
+            restart_s=self.restart_s,
+            wait_slope=wait_slope(tuple(self.draws)),
+            pickled_workers=self.pickled_workers,
+            pickled_bytes=self.pickled_bytes // max(self.pickled_workers, 1),
+            pickle_s=self.pickle_s,
+            padding_share=self.padding / self.padding_seen if self.padding_seen else None,
+            sampler_lines=self.sampler_lines.top(),
+            **{**self.described, **self.in_force},
+        )
+
+
+def wait_slope(draws: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """How the wait for a batch changes with each second of pause before it, and three standard errors of that.
+
+    By the differences between one draw and the next: a job that slows down has longer pauses and longer waits. None
+    where there are too few; long pauses (a validation) say nothing of usual ones.
+    """
+    usual_s = 2 * median(pause_s for pause_s, _ in draws) if draws else 0.0
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(draws) if max(a[0], b[0]) <= usual_s]
+    spread = sum(pause_s**2 for pause_s, _ in steps)
+    if len(steps) < FEWEST_DRAWS or not spread:
+        return None
+    slope = sum(pause_s * wait_s for pause_s, wait_s in steps) / spread
+    left = sum((wait_s - slope * pause_s) ** 2 for pause_s, wait_s in steps)
+    return slope, 3 * (left / spread / len(steps)) ** 0.5
+
+
+def describe(loader: Any) -> dict[str, Any]:
+    """The arguments in force of a DataLoader, or of an object in place of one, as plain values."""
+    public = getattr(loader, "d", loader)  # fastai gives torch's iterators a stand-in; the loader is behind it
+    dataset, sampler = public.dataset, getattr(loader, "sampler", None)
+    shuffle = {"RandomSampler": True, "SequentialSampler": False}.get(type(sampler).__name__)
+    context: Any = getattr(loader, "multiprocessing_context", None)
+    method = getattr(context, "get_start_method", None)
+    return {
+        "dataset": type(_users_own(dataset)).__name__,
+        "dataset_len": length_of(_users_own(dataset)),
+        "iterable": is_iterable(loader) and public is loader,
+        "batch_size": _batch_size(public),
+        "num_workers": int(loader.num_workers),
+        "prefetch_factor": loader.prefetch_factor if loader.num_workers else None,
+        "pin_memory": bool(loader.pin_memory),
+        "persistent_workers": bool(loader.persistent_workers),
+        "shuffle": shuffle if public is loader else bool(getattr(public, "shuffle", False)),
+        "collate": _name(loader.collate_fn),
+        "start_method": method() if method is not None else None,
+        "objects": _most_objects(_users_own(dataset)),
+    }
+
+
+def _users_own(dataset: Any) -> Any:
+    """The user's own data set: the engine wraps it in one of ours."""
+    return getattr(dataset, "samples", dataset) if type(dataset).__module__.startswith("fulltilt.") else dataset
+
+
+def _most_objects(dataset: Any) -> str | None:
+    """The attribute that holds most objects in a list, tuple, dict or set: ``self.paths, a list of 1,200,000``."""
+    attributes = list(getattr(dataset, "__dict__", {}).items())  # none for a class with slots, or a plain list
+    kept = [(len(value), name, value) for name, value in attributes if type(value) in COLLECTIONS]
+    number, name, value = max(kept, key=lambda one: one[0], default=(0, "", None))
+    return f"self.{name}, a {type(value).__name__} of {number:,}" if number >= MANY_OBJECTS else None
+
+
+def is_iterable(loader: Any) -> bool:
+    """Whether a loader's data set has no indices to draw."""
+    return bool(getattr(loader, "_dataset_kind", 0))  # torch's: 0 for a map, 1 for an iterable
+
+
+def _batch_size(loader: Any) -> int | None:
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or getattr(loader, "bs", None)
+    return size if isinstance(size, int) else None
+
+
+def _last_batch_size(loader: Any) -> int | None:
+    size, indices = _batch_size(loader), length_of(getattr(loader, "sampler", None))
+    return (indices % size or None) if size and indices and not is_iterable(loader) else None
+
+
+def length_of(dataset: Any) -> int | None:
+    """The length of a data set or sampler; None where it has none."""
+    try:
+        return len(dataset)
+    except Exception:
+        return None
+
+
+def _name(function: Any) -> str | None:
+    return getattr(function, "__qualname__", None) or type(function).__name__
