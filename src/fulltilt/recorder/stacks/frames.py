@@ -41,6 +41,8 @@ ASKS_THE_SAMPLER = "_next_index"
 # How the writing of checkpoints is called: it is more than torch.save (transformers renames all weights, scripts zip).
 SAVING = frozenset({"save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"})
 NAMED_SAVING = re.compile("save|checkpoint|ckpt|snapshot")
+# Parts of torch that decide alone what a stack is at.
+KIND_OF_OWNER = {"torch_compile": "compile", "torch_save": "checkpoint", "torch_distributed": "communication"}
 # Of threads and processes: waiting for their beginning or their end brings no batch.
 BRING_NO_BATCH = frozenset({"__init__", "start", "join"})
 # Up to Python 3.11, f_back allocates a frame object, which may begin a garbage collection: where a finalizer in it lets
@@ -149,84 +151,116 @@ def view_of(
         # What led to our own command line, as when a recipe trains, costs the training nothing.
         calls = [top, *takewhile(lambda spot: own_package(spot[0].co_filename) != "cli", calls[1:])]
     top_owner = owner(top[0].co_filename)
-    user: Spot | None = None
-    outside: Spot | None = None
-    in_loop: Spot | None = None
-    calling: Spot | None = None
-    called: Spot | None = None
-    inner: CodeType | None = None
-    generator: int | None = None
-    in_module = in_library_iterator = in_library_module = of_training = sampling = calls_module = False
-    special: str | None = None
+    seen = _read_frames(calls, top_owner, inside, loop_frames, loop, step)
+    # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
+    kind = seen.kind or ("torch" if seen.in_library_module else _kind(top, stack.names, top_owner, seen.in_module))
+    drawn_from = None
+    if kind != "torch" and seen.kind is None and seen.generator is not None and not seen.in_module:
+        kind = "data_wait"
+        drawn_from = _drawn_from(calls, seen.generator)
+    waits = kind in ("host", "data_wait") and top[0].co_filename in _waiting_files()
+    # Who waits, or draws from a library's iterator, waits for a batch, unless loaders bring them.
+    if kind == "host" and (seen.in_library_iterator or (waits and _may_bring_a_batch(calls))):
+        kind = "waiting"
+    others = (spot for spot in calls if owner(spot[0].co_filename) != "fulltilt")
+    spot = seen.user or seen.library or seen.into_loop or next(others, top)
+    called_at, within, line = None, None, seen.loop_line
+    could_move = (kind == "host" and not seen.in_module) or (kind == "torch" and not seen.calls_module)
+    if could_move and line is not None and line is not spot:
+        called_at = _shown(line), line[0].co_qualname, shown_at(*line)
+    if seen.called is not None and seen.innermost is not None:
+        within = _within(seen.called[0], seen.innermost)
+    of_line = _shown(spot), spot[0].co_qualname, shown_at(*spot)
+    return StackView(kind, *of_line, seen.of_training, seen.sampling, waits, drawn_from, called_at, within)
+
+
+@dataclass(slots=True)
+class _Frames:
+    """What the frames of a stack show, from the innermost one outwards."""
+
+    user: Spot | None = None  # the innermost line of the user's that does more than lead into the loop
+    library: Spot | None = None  # the innermost of an installed package
+    into_loop: Spot | None = None  # the innermost that only leads into the loop
+    loop_line: Spot | None = None  # the innermost of the loop, or of a function that holds a step
+    calls_module: bool = False  # a module is what the line of the loop calls
+    called: Spot | None = None  # the library's function that the user's line calls,
+    innermost: CodeType | None = None  # and the innermost one behind it
+    generator: int | None = None  # how deep the generator of the user's lies that makes batches
+    in_module: bool = False
+    in_library_module: bool = False
+    in_library_iterator: bool = False
+    of_training: bool = False
+    sampling: bool = False
+    kind: str | None = None  # where one frame alone decides it
+
+
+def _read_frames(
+    calls: list[Spot],
+    top_owner: str,
+    inside: CodeType | None,
+    loop_frames: frozenset[Spot],
+    loop: frozenset[CodeType],
+    step: frozenset[CodeType],
+) -> _Frames:
+    seen = _Frames()
     for depth, spot in enumerate(calls):
         code = spot[0]
         if code is inside:
             break
         who = owner(code.co_filename)
-        if user is None and who in ("site", "stdlib"):
-            called = spot
+        if seen.user is None and who in ("site", "stdlib"):
+            seen.called = spot
         if who == "torch_module":
-            in_library_module = in_library_module or (not in_module and user is None and outside is not None)
-            in_module = True
-            of_training = of_training or code.co_name == MODEL_CALL
-        elif who == "torch_compile":
-            special = special or "compile"
-        elif who == "torch_save":
-            special = special or "checkpoint"
-        elif who == "torch_data":
-            sampling = sampling or code.co_name == ASKS_THE_SAMPLER
-            if code.co_name == "_shutdown_workers":
-                special = "epoch_turnover"
-        elif code.co_filename.startswith(IMPORTING) and spot not in loop_frames:  # a script may train as it is imported
-            special = "import"  # paid once, by whoever is the first to need it: often the first save
-        elif code is deepcopy.__code__:
-            special = special or "host"  # weights kept aside: torch's work, but no part of the step
-        elif who == "torch_distributed" and top_owner == who:
-            special = special or "communication"
-        elif who == "site":
-            if "/safetensors/" in code.co_filename or code.co_name in SAVING:
-                special = special or "checkpoint"
-            outside = outside or spot
-            if not in_module and code not in loop and _is_drawn_from(code, calls[depth + 1 :]):
-                in_library_iterator = True
+            if not seen.in_module and seen.user is None and seen.library is not None:
+                seen.in_library_module = True
+            seen.in_module = True
+            seen.of_training = seen.of_training or code.co_name == MODEL_CALL
         elif who == "torch":
-            of_training = of_training or _is_an_optimizers(code.co_filename)
+            seen.of_training = seen.of_training or _is_an_optimizers(code.co_filename)
+        elif who == "torch_data":
+            seen.sampling = seen.sampling or code.co_name == ASKS_THE_SAMPLER
+            if code.co_name == "_shutdown_workers":
+                seen.kind = "epoch_turnover"
+        elif who == "stdlib":
+            # Paid once, by whoever needs it first: often the first save. But a script may train as it is imported.
+            if code.co_filename.startswith(IMPORTING) and spot not in loop_frames:
+                seen.kind = "import"
+            elif code is deepcopy.__code__:
+                seen.kind = seen.kind or "host"  # weights kept aside: torch's work, but no part of the step
+        elif who == "site":
+            if code.co_name in SAVING or "/safetensors/" in code.co_filename:
+                seen.kind = seen.kind or "checkpoint"
+            seen.library = seen.library or spot
+            if not seen.in_module and code not in loop and _is_drawn_from(code, calls[depth + 1 :]):
+                seen.in_library_iterator = True
         elif who == "user":
+            of_loop = code in loop
             if spot in loop_frames:
-                in_loop = in_loop or spot
+                seen.into_loop = seen.into_loop or spot
             else:
-                if user is None and called is not None:
-                    inner = outside[0] if outside else called[0]
-                user = user or spot
-                if calling is None and (code in loop or code in step):
-                    calling, calls_module = spot, depth > 0 and owner(calls[depth - 1][0].co_filename) == "torch_module"
-            if code.co_name in SAVING or (code not in loop and _saves(code)):
-                special = special or "checkpoint"
-            if not in_module and _is_drawn_from(code, calls[depth + 1 :]) and code not in loop:
-                generator = depth
-    # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
-    kind = special or ("torch" if in_library_module else _kind(top, stack.names, top_owner, in_module))
-    drawn_from = None
-    if kind != "torch" and special is None and generator is not None and not in_module:
-        kind = "data_wait"
-        drawing = next((spot for spot in calls[generator + 1 :] if owner(spot[0].co_filename) == "user"), None)
-        if drawing is not None:
-            text = expression_at(*drawing) or ""
-            iterated = text.partition(" in ")[2] if text.startswith("for ") else text  # Python 3.11 has all of the for
-            drawn_from = _shown(drawing), calls[generator][0].co_qualname, iterated or None
-    waits = kind in ("host", "data_wait") and top[0].co_filename in _waiting_files()
-    # Who waits, or draws from a library's iterator, waits for a batch, unless loaders bring them.
-    if kind == "host" and (in_library_iterator or (waits and _may_bring_a_batch(calls))):
-        kind = "waiting"
-    others = (spot for spot in calls if owner(spot[0].co_filename) != "fulltilt")
-    spot = user or outside or in_loop or next(others, top)
-    called_at = None
-    told = (kind == "host" and not in_module) or (kind == "torch" and not calls_module)
-    if told and calling is not None and calling is not spot:
-        called_at = _shown(calling), calling[0].co_qualname, shown_at(*calling)
-    of_line = _shown(spot), spot[0].co_qualname, shown_at(*spot)
-    within = _within(called[0], inner) if called is not None and inner is not None else None
-    return StackView(kind, *of_line, of_training, sampling, waits, drawn_from, called_at, within)
+                if seen.user is None and seen.called is not None:
+                    seen.innermost = (seen.library or seen.called)[0]
+                seen.user = seen.user or spot
+                if seen.loop_line is None and (of_loop or code in step):
+                    seen.loop_line = spot
+                    seen.calls_module = depth > 0 and owner(calls[depth - 1][0].co_filename) == "torch_module"
+            if code.co_name in SAVING or (not of_loop and _saves(code)):
+                seen.kind = seen.kind or "checkpoint"
+            if not seen.in_module and not of_loop and _is_drawn_from(code, calls[depth + 1 :]):
+                seen.generator = depth
+        elif who in KIND_OF_OWNER and (who != "torch_distributed" or top_owner == who):
+            seen.kind = seen.kind or KIND_OF_OWNER[who]
+    return seen
+
+
+def _drawn_from(calls: list[Spot], generator: int) -> tuple[str, str, str | None] | None:
+    """The user's line that draws from the generator at this depth, the generator, and what the line iterates."""
+    drawing = next((spot for spot in calls[generator + 1 :] if owner(spot[0].co_filename) == "user"), None)
+    if drawing is None:
+        return None
+    text = expression_at(*drawing) or ""
+    iterated = text.partition(" in ")[2] if text.startswith("for ") else text  # Python 3.11 has all of the for
+    return _shown(drawing), calls[generator][0].co_qualname, iterated or None
 
 
 @lru_cache(REMEMBERED)
