@@ -10,5 +10,5 @@ observe: Callable[[Any, Iterator[Any]], Iterator[Any]] | None = None
 
 
 def observed(loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-    """``batches``, past whoever observes them."""
+    """``batches``, observed if a recorder is at work."""
     return batches if observe is None else observe(loader, batches)

@@ -1,7 +1,7 @@
-"""Threads of ours beside a job that captures a CUDA graph.
+"""Threads of ours in a job that captures a CUDA graph.
 
-While a thread captures one in torch's usual mode, CUDA forbids every other thread to ask for an event or to allocate,
-unless that thread has said that it minds its own business; a call that is forbidden ruins the capture.
+While a thread captures one in torch's usual mode, a query of an event or an allocation on any other thread ruins the
+capture, unless that thread has set the thread-local capture mode.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _THREAD_LOCAL, _SUCCESS = 1, 0
 
 
 def use_thread_local_mode() -> bool:
-    """Let the calling thread, one of ours, ruin no capture of another. False: CUDA has not begun here, ask again."""
+    """Keep the calling thread from ruining captures of others. False: CUDA is not initialized yet, try again."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         exchange = driver.cuThreadExchangeStreamCaptureMode

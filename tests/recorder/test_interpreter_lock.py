@@ -14,8 +14,8 @@ import pytest
 from fulltilt.recorder.interpreter_lock import (
     ALONE_S,
     CROWDED_SHARE,
-    IN_COMPANY_S,
     LONGEST_EVERY_S,
+    OTHERS_S,
     PATIENT_S,
     LockTurns,
     OtherThreads,
@@ -35,7 +35,7 @@ def _as_python_has_it() -> Iterator[None]:
     sys.setswitchinterval(before_s)
 
 
-@pytest.mark.parametrize(("threads", "turn_s"), [(2, ALONE_S), (3, IN_COMPANY_S)])
+@pytest.mark.parametrize(("threads", "turn_s"), [(2, ALONE_S), (3, OTHERS_S)])
 def test_turns_are_longer_where_other_threads_share_the_lock(
     monkeypatch: pytest.MonkeyPatch, threads: int, turn_s: float
 ) -> None:
@@ -46,7 +46,7 @@ def test_turns_are_longer_where_other_threads_share_the_lock(
 
 def test_turns_follow_threads_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = LockTurns()
-    for threads, turn_s in ((2, ALONE_S), (5, IN_COMPANY_S), (1, ALONE_S)):
+    for threads, turn_s in ((2, ALONE_S), (5, OTHERS_S), (1, ALONE_S)):
         monkeypatch.setattr(threading, "active_count", lambda threads=threads: threads)
         turns.share()
         assert sys.getswitchinterval() == pytest.approx(turn_s)
@@ -63,7 +63,7 @@ def test_a_forked_process_takes_over_what_its_parent_put_in_force(monkeypatch: p
     LockTurns().share()
     monkeypatch.setattr(threading, "active_count", lambda: 3)
     LockTurns().share()
-    assert sys.getswitchinterval() == pytest.approx(IN_COMPANY_S)
+    assert sys.getswitchinterval() == pytest.approx(OTHERS_S)
 
 
 class Waits:

@@ -1,6 +1,6 @@
-"""Attaching to a job that knows nothing of it: waits for torch to be imported, then records into the run folder.
+"""Attaching to an unchanged job: waits until torch is imported, then records into the run folder.
 
-The environment tells what to do; `fulltilt run` sets it and every Python process of the job inherits it.
+`fulltilt run` sets the environment variables that control it, and every Python process of the job inherits them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ T0_NS = "FULLTILT_T0_NS"
 SETTINGS = "FULLTILT_SETTINGS"
 DEEP = "FULLTILT_DEEP"
 PACKAGE = "FULLTILT_PACKAGE"
-# Modules of floors above whose ``attach(session)`` is called in each process of the job; names with commas between.
+# Names of other modules, separated by commas: ``attach(session)`` of each is called in each process of the job.
 ALSO = "FULLTILT_ALSO"
 
 current: Session | None = None
 # The variables of `fulltilt run` as the process began: a script may empty its environment before it imports torch.
-_told: dict[str, str] = {}
-# How many CPUs this process may use, before the script has imported or set anything.
+_variables: dict[str, str] = {}
+# How many CPUs this process may use, before the script has set anything.
 _cpus_at_start: int | None = None
 _forks_are_followed = False
 
@@ -61,7 +61,7 @@ def when_torch_is_imported() -> None:
     global _cpus_at_start
     with contextlib.suppress(AttributeError, OSError):  # before the job: nothing of ours may end it
         _cpus_at_start = len(os.sched_getaffinity(0))
-    _told.update((name, value) for name, value in os.environ.items() if name.startswith("FULLTILT_"))
+    _variables.update((name, value) for name, value in os.environ.items() if name.startswith("FULLTILT_"))
     user_code.began_in()  # before the script goes elsewhere
     sys.meta_path.insert(0, ImportWatcher({"torch": start, **dict.fromkeys(ITERABLES, _watch_iterables)}))
     if "torch" in sys.modules:
@@ -78,15 +78,15 @@ def start(torch: ModuleType) -> None:
 
         current = Session(
             torch,
-            folder=Path(_told[RUN_DIR]),
-            t0_ns=int(_told.get(T0_NS) or time.perf_counter_ns()),
-            settings=_told.get(SETTINGS),
-            deep=int(_told.get(DEEP) or 0),
+            folder=Path(_variables[RUN_DIR]),
+            t0_ns=int(_variables.get(T0_NS) or time.perf_counter_ns()),
+            settings=_variables.get(SETTINGS),
+            deep=int(_variables.get(DEEP) or 0),
         )
         current.state.cpus_at_start = _cpus_at_start
         current.install()
         _finish_with_process()
-        for name in filter(None, _told.get(ALSO, "").split(",")):
+        for name in filter(None, _variables.get(ALSO, "").split(",")):
             importlib.import_module(name).attach(current)
     except Exception as error:
         if os.environ.get("FULLTILT_DEBUG"):
@@ -95,7 +95,7 @@ def start(torch: ModuleType) -> None:
 
 
 def _watch_iterables(module: ModuleType) -> None:
-    """Behind the import of a library: one that comes before torch is found when torch comes."""
+    """A library was imported; one that comes before torch is found when torch comes."""
     if current is not None:
         current.watch_iterables(module)
 
@@ -108,7 +108,7 @@ def _finish_with_process() -> None:
     if not _forks_are_followed:
         _forks_are_followed = True
         os.register_at_fork(after_in_child=_start_afresh)
-        # A process of multiprocessing's ends without exit handlers, and forgets finalizers when it is forked.
+        # multiprocessing's processes end without exit handlers, and drop finalizers when they are forked.
         util.register_after_fork(sys.modules[__name__], lambda _: util.Finalize(None, _finish, exitpriority=100))
 
 
@@ -118,7 +118,7 @@ def _finish() -> None:
 
 
 def _start_afresh() -> None:
-    """In a forked child: it may train on its own account, as ranks that a notebook forks do."""
+    """In a forked child, which may train itself, as ranks that a notebook forks do."""
     global current
     if current is None:
         return

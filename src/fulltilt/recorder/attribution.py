@@ -1,4 +1,4 @@
-"""From intervals to the spans of a run folder: into which bucket time goes, and what of the first step was warming up.
+"""From intervals to the spans of a run folder: which bucket time goes into, and how much of the first step was warm-up.
 
 The user's own time is split by what stack samples saw in it. Steps that were only counted divide as the measured ones.
 """
@@ -18,10 +18,10 @@ from fulltilt.recorder.steps import LONG_STEP_NS
 from fulltilt.records import BUCKETS, Buckets, Phases, Span
 
 NS = 1e-9
-# The weights of the stack samples of the user's own time: by what that came after, and by kind.
+# The weights of the stack samples of the user's own time, by the activity before it and by kind.
 Seen = Mapping[Activity, Totals[str]]
 
-# What a stack sample of the user's own time can say, and the bucket that it stands for.
+# The bucket of each kind of stack sample.
 BUCKET_OF_KIND = {
     "torch": "compute_s",
     "host": "host_code_s",
@@ -32,7 +32,7 @@ BUCKET_OF_KIND = {
     "checkpoint": "checkpoint_s",
     "communication": "communication_s",
 }
-# The buckets of an ordinary step: the time of a pause is divided among them, and warming up can have prolonged them.
+# The buckets of an ordinary step: the time of a pause is divided among them, and warm-up can have prolonged them.
 ORDINARY = ("data_wait_s", "transfer_s", "compute_s", "sync_s", "host_code_s", "communication_s", "unattributed_s")
 FORGET = 0.98
 
@@ -122,7 +122,7 @@ def attribute(
 
 
 def _stretched(phases: Phases | None, interval: Interval, paused_s: float) -> Phases | None:
-    """The measured steps' phases stand for all steps of the interval; None when less than a step was measured."""
+    """The phases of all steps of the interval, by the measured ones; None when less than a step was measured."""
     if phases is None:
         return None
     # What was booked in a pause is not repeated in other steps.
@@ -143,10 +143,10 @@ def _stretched(phases: Phases | None, interval: Interval, paused_s: float) -> Ph
 
 
 def _split(seen: Seen, user_after: Mapping[Activity, float]) -> Totals[str]:
-    """How the user's own time divides. How much of it came after what is measured; only the rest is left to samples.
+    """How the user's own time divides by kind. How much of it came after each activity is measured, not sampled.
 
-    A sample that comes late, because the interpreter lock was held, is lost from a short stretch before another
-    activity, but its time is not.
+    A short stretch before another activity may lose its sample, which comes late where the interpreter lock is held,
+    but not its time.
     """
     split: Totals[str] = Totals()
     everywhere: Totals[str] = Totals()
@@ -159,7 +159,7 @@ def _split(seen: Seen, user_after: Mapping[Activity, float]) -> Totals[str]:
     for after, ns in known.items():
         kinds = seen.get(after, Totals[str]())
         if not sum(kinds.values()):
-            # A forward pass of a millisecond lets go of the interpreter lock when it has ended: no sample meets it.
+            # A forward pass of a millisecond holds the interpreter lock to its end: no sample sees it.
             kinds = Totals(torch=1.0) if after is Activity.DATA_WAIT else everywhere
         scale = ns / sum(known.values()) / sum(kinds.values())
         for kind, weight in kinds.items():
@@ -200,9 +200,9 @@ def _attribute_gpu(interval: Interval, split: Totals[str], seen_long: Totals[str
         booked = min(launch, user_overlap * share)
         out[_bucket_of(kind, interval)] += booked + ns["user"] * share
         launch -= booked
-    # Where the host has waited for the GPU it has lost its lead: what it did next, the GPU had to wait for. A step
-    # takes what the host does plus what it is blocked; unblocked it would take the longer of host and GPU. So the wait
-    # costs as much as it lasts, but no more than the GPU idles.
+    # A host that has waited for the GPU has lost its lead, and the GPU waits for what it does next. A step takes the
+    # host's work plus the wait; without the wait it would take the longer of host and GPU. So the wait costs as much as
+    # it lasts, but no more than the GPU idles.
     owed = interval.sync_blocked_ns
     sync = min(launch, owed)
     launch -= sync
@@ -251,7 +251,7 @@ def _phases(interval: Interval, split: Totals[str]) -> Phases:
     )
 
 
-# --------------------------------------------------------------------------- warming up
+# --------------------------------------------------------------------------- warm-up
 
 WATCHED_AFTER_FIRST = 4
 LONGEST_HELD_S = 5.0
@@ -260,10 +260,10 @@ WARM_UP_LEAST_S = 0.02
 
 
 class WarmUp:
-    """Holds the first spans back until it is clear how much of the first step was warming up."""
+    """Holds the first spans back until it is known how much of the first step was warm-up."""
 
     def __init__(self) -> None:
-        # How much of the first step was none; known once its span was released.
+        # How much of the first step was not warm-up; known once its span was released.
         self.kept: float | None = None
         self._held: list[Span] = []
 
@@ -273,12 +273,12 @@ class WarmUp:
             return [span]
         self._held.append(span)
         stepping = [held for held in self._held if held.steps]
-        # Steps of many seconds tell it sooner, and whoever is killed among them loses all that is held back.
+        # With steps of many seconds fewer are enough: a job that is killed loses the spans that are held back.
         enough = len(stepping) > 1 and stepping[-1].t1_s - stepping[0].t1_s > LONGEST_HELD_S
         return self.release() if enough or len(stepping) > WATCHED_AFTER_FIRST else []
 
     def release(self) -> list[Span]:
-        """Everything that was held back. What the first step took beyond the median of the next ones was warming up."""
+        """Everything that was held back. What the first step took beyond the median of the next ones was warm-up."""
         held, self._held = self._held, []
         self.kept = 1.0
         for index, span in enumerate(held):
@@ -295,7 +295,7 @@ class WarmUp:
 
 
 def _without_startup(first: Span, kept: float, took_s: float) -> list[Span]:
-    """The first span with all but the part that is kept moved to start-up, and that in a span of its own before it."""
+    """The first span with only the part that is kept, after a span of start-up with the rest."""
     startup_s = first.buckets.startup_s + (1.0 - kept) * took_s
     left = {name: getattr(first.buckets, name) * kept for name in ORDINARY}
     if not 0.0 < startup_s < first.t1_s - first.t0_s:
@@ -315,7 +315,7 @@ def _without_startup(first: Span, kept: float, took_s: float) -> list[Span]:
 
 
 class SpanBuilder:
-    """Makes spans of intervals in order; the first ones are held back until warming up is told apart."""
+    """Makes spans of intervals in order; the first ones are held back until warm-up is known."""
 
     def __init__(self, t0_ns: int, state: RankState, sampler: StackSampler) -> None:
         self._t0_ns = t0_ns
@@ -324,7 +324,7 @@ class SpanBuilder:
         self.usual = Usual()
         self._warm_up = WarmUp()
         self._ready: list[Span] = []
-        # Of the first step, until it is known how much of it was warming up: launching, and the GPU's work.
+        # Launching and GPU work of the first step, until it is known how much of it was warm-up.
         self._first: tuple[float, float] | None = None
 
     def add(self, intervals: list[Interval]) -> None:
@@ -368,14 +368,14 @@ class SpanBuilder:
         return ready
 
     def under_way(self, interval: Interval, steps: int) -> Span:
-        """The step under way, behind ``steps`` others: all that is known of it if the job is killed."""
+        """A span of the step under way, after ``steps`` others, in case the job is killed in it."""
         seen, held_up = self._sampler.split(under_way=True), self._sampler.backward_held_up
         buckets = attribute(interval, seen, Usual(), 0.0, held_up).buckets
         t0_s, t1_s = (interval.t0_ns - self._t0_ns) * NS, (interval.t1_ns - self._t0_ns) * NS
         return Span(t0_s, t1_s, steps, 0, 0, None, buckets, interval.epoch)
 
     def _leave_out_warm_up(self) -> None:
-        """What was warming up is neither launching nor work that the next steps have, too."""
+        """Leave warm-up out of launching and of the GPU's work: the next steps do not have it."""
         kept = self._warm_up.kept
         if kept is None or self._first is None:
             return

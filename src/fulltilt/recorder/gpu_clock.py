@@ -1,10 +1,10 @@
-"""How a stretch of the GPU's time divides into work and idleness, and what the host did while it was idle. Pure.
+"""How a stretch of the GPU's time divides into work and idle time, and what the host did while it was idle. Pure.
 
 A stretch [a, b] between two events holds the work that the host queued between the two marks. The GPU can only have
-been idle in it while the host had not yet queued everything, that is between the moment it reached event a and the
-moment the host set mark b. How much of that it was really busy is known from stretches of the same kind that the GPU
-began late (the queue was full, so they hold no idle time), or that a queued delay made it begin late. Idle time goes to
-what the host did meanwhile: first to what queues nothing, then to what queues kernels.
+been idle in it before everything was queued, that is between the moment it reached event a and the moment the host set
+mark b. How much of that it was busy is known from stretches of the same kind that the GPU began late, because the queue
+was full or a delay had been queued: those hold no idle time. Idle time is booked as what the host did meanwhile: first
+as what queues nothing, then as launching.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CudaClock:
         self._cycles_per_s = 1.9e9  # of today's GPUs; a slower one only waits a little longer
         # An event on a stream of our own is reached at once, whatever else the GPU does.
         self._stream = self._cuda.Stream(priority=-1)
-        # The one deliberate wait: with an empty queue, host and GPU stand at the same moment.
+        # The only deliberate wait: with an empty queue, host and GPU are at the same point in time.
         self._cuda.synchronize()
         self._reference = self._cuda.Event(enable_timing=True)
         self._reference.record()
@@ -51,7 +51,7 @@ class CudaClock:
         return event, queued_ns
 
     def delay(self, seconds: float) -> None:
-        """Keep the GPU busy for about ``seconds`` with a kernel that only counts cycles: the host gets a lead."""
+        """Keep the GPU busy for about ``seconds`` with a kernel that counts cycles, so that the host has a lead."""
         if not self._capturing():
             self._cuda._sleep(int(seconds * self._cycles_per_s))
 
@@ -65,14 +65,14 @@ class CudaClock:
         possible_ns = min(max(reached_ns, float(queued_ns)), seen_ns)
         self._reference_ns += possible_ns - reached_ns
         if seen_ns - self._compared_ns > COMPARE_EVERY_NS and not self._compare():
-            # CUDA tells milliseconds in 32 bits: the reference may not lie far back.
+            # CUDA returns milliseconds in 32 bits: the reference must not be long ago.
             self._reference, self._reference_ns = event, possible_ns
         else:
             self._pool.append(event)
         return possible_ns
 
     def _compare(self) -> bool:
-        """Set the GPU's clock against the host's anew. False: that took too long to be told."""
+        """Compare both clocks again. False: that took too long to be exact."""
         event = self._cuda.Event(enable_timing=True)
         began_ns = time.perf_counter_ns()
         self._compared_ns = float(began_ns)
@@ -86,9 +86,9 @@ class CudaClock:
         return True
 
 
-# A lead is given at this step and then each time there are four times as many, if the GPU is not behind.
-# Each costs about a step's worth of host work, so that a run of 100 steps loses 2 % and one of 1,000 a third of that.
-# Until one has taught how long the GPU works, they come at twice as many.
+# A lead is given at this step, and again at four times as many, if the GPU is not behind anyway. Each costs about a
+# step's worth of host work: 2 % of a run of 100 steps, a third of that in one of 1,000. Until the length of the GPU's
+# work is known, they come at twice as many.
 FIRST_AT_STEP = 12
 AGAIN, UNTIL_KNOWN = 4, 2
 LEAD = 1.3
@@ -96,7 +96,7 @@ LONGEST_DELAY_S = 0.2
 
 
 class Calibration:
-    """The lead that is asked for or being used up, and when the next one comes."""
+    """The host's lead over the GPU: whether one was asked for or is being used up, and when the next one comes."""
 
     def __init__(self) -> None:
         self.under_way = False
@@ -107,41 +107,41 @@ class Calibration:
         self._at_step = FIRST_AT_STEP
 
     def due(self, steps: int) -> bool:
-        """Whether a lead is to be asked for after so many steps."""
+        """Whether to ask for a lead after this many steps."""
         return not self.asked and steps >= self._at_step
 
     def ask(self, steps: int, queueing_s: float, behind_s: float, syncs: float, work_known: bool) -> None:
-        """Ask for a lead, unless the GPU is behind by as much as a step queues anyway."""
+        """Ask for a lead, unless the GPU is behind the host by a step anyway."""
         self._at_step = steps * (AGAIN if work_known else UNTIL_KNOWN)
         if behind_s < queueing_s < LONGEST_DELAY_S / LEAD:
             # The driver's queue holds about a thousand kernels: every other time the lead is given for backward alone.
             self._from = Point.BATCH if self._from is not Point.BATCH else Point.BACKWARD
             self._delay_s = LEAD * queueing_s
-            # Each blocking call of a step takes the lead away. Between two of them there is less to queue. Behind the
-            # last one comes the optimizer, which may need a longer lead: that leaves some doubt (see GpuTime).
+            # Each blocking call of a step uses the lead up, and between two of them there is less to queue. The
+            # optimizer after the last one may need a longer lead: that leaves some doubt (see GpuTime).
             self.again_delay_s = 2 * LEAD * queueing_s / (1 + syncs // steps)
             self.asked = True
 
     def begin(self, point: Point) -> float | None:
-        """The training thread is at ``point``: the delay to queue there, if a lead was asked for from there on."""
+        """The delay to queue at ``point``; None if no lead was asked for there."""
         if not self.asked or self._from is not point:
             return None
         self.asked, self.under_way = False, True
         return self._delay_s
 
 
-# At one of these the host queues kernels, or is blocked while the GPU works. At anything else it queues none, so that a
-# GPU that has run dry stays idle throughout.
+# At these the host queues kernels, or is blocked while the GPU works. At anything else it queues none: a GPU without
+# work stays idle throughout.
 QUEUES_KERNELS = frozenset({"user", "backward", "optimizer", "paused", "sync"})
-# What is booked in a pause as it is.
+# What a pause books as it is.
 BOOKED_IN_PAUSE = frozenset({"data_wait", "epoch_turnover", "user", "long_user"})
-# Between these points the GPU does nothing but copy; behind a step where no loader brings batches.
+# Between these points the GPU only copies; after a step, where no loader brings batches.
 COPIES = {(begin, Point.TRANSFER) for begin in (Point.BATCH, Point.STEP, Point.TRANSFER)}
-# Stretches between these hold no kernels of the user's, as long as nothing better is known.
+# Stretches between these hold no kernels, as long as nothing better is known.
 NO_WORK = {(Point.STEP, Point.BATCH), (Point.STEP, Point.EVAL), (Point.EVAL, Point.BATCH), *COPIES}
 # A running mean over about this many stretches follows a job whose work changes.
 REMEMBERED = 32
-# A calibrated stretch may have been idle for so much of its time and still teach how long the work in it takes.
+# A calibrated stretch that may have been idle for this share still shows how long its work takes.
 DOUBT = 0.15
 
 Held = tuple[float, float, str]  # a stretch of host time: begin, end, label
@@ -153,7 +153,7 @@ class GpuTime:
     def __init__(self, start_ns: float, point: Point) -> None:
         self.position_ns = start_ns
         self.lag_ns = 0.0
-        # How long the GPU is busy in a stretch of each kind, from those that it began late, and how many there were.
+        # How long the GPU is busy in a stretch of each kind, by those that it began late, and how many there were.
         self._busy_ns: dict[tuple[Point, Point], float] = {}
         self._seen: dict[tuple[Point, Point], int] = {}
         self.held: list[Held] = []
@@ -162,7 +162,7 @@ class GpuTime:
         self._partial_ns = self._doubtful_ns = 0.0
 
     def advance(self, host_ns: float, gpu_ns: float, point: Point, times: ActivityTimes) -> None:
-        """The host set a mark at ``host_ns``, the GPU reached its event at ``gpu_ns``: book the stretch it ends."""
+        """Book the stretch up to a mark: the host set it at ``host_ns``, the GPU reached its event at ``gpu_ns``."""
         begin, end = self.position_ns, max(gpu_ns, self.position_ns)
         self.position_ns = end
         lag, self.lag_ns = max(0.0, self.lag_ns), end - host_ns
@@ -182,7 +182,7 @@ class GpuTime:
         partial, doubtful = self._partial_ns, self._doubtful_ns + may_idle
         self._partial_ns = self._doubtful_ns = 0.0
         if any(label == "validation" for *_, label in held):
-            idle = _book_behind_validation(begin, dry_until, held, times)
+            idle = _book_after_validation(begin, dry_until, held, times)
             times.by_label["validation"] += span - idle
             return
         if any(label == "paused" for *_, label in held):
@@ -205,7 +205,7 @@ class GpuTime:
             _book_idle(idle, begin, dry_until, held, times)
 
     def _learn(self, kind: tuple[Point, Point], ns: float) -> None:
-        """Remember a stretch that is known to hold no idle time."""
+        """Learn the length of a stretch that holds no idle time."""
         self._seen[kind] = self._seen.get(kind, 0) + 1
         old = self._busy_ns.get(kind, ns)
         self._busy_ns[kind] = old + (ns - old) / min(self._seen[kind], REMEMBERED)
@@ -216,15 +216,15 @@ class GpuTime:
         return {Point.BACKWARD, Point.STEP} <= {end for _, end in self._busy_ns}
 
     def drain(self, host_ns: float, times: ActivityTimes) -> None:
-        """The job is over and the queue empty: what the host did since the last event is what remained."""
+        """The job is over and the queue empty: book what the host did since the last event."""
         for began, ended, label in self.held:
             times.by_label[label] += max(0.0, ended - max(began, self.position_ns))
         self.held.clear()
         self.position_ns = max(host_ns, self.position_ns)
 
 
-def _book_behind_validation(begin: float, end: float, held: list[Held], times: ActivityTimes) -> float:
-    """Book what the host did behind a validation, when the GPU had done that one's work. Returns how long it was."""
+def _book_after_validation(begin: float, end: float, held: list[Held], times: ActivityTimes) -> float:
+    """Book what the host did after a validation while the GPU was idle. Returns how long that was."""
     first = next(place for place, (*_, label) in enumerate(held) if label == "validation")
     later = [(began, ended, label) for began, ended, label in held[first:] if label != "validation"]
     idle = sum(max(0.0, min(ended, end) - max(began, begin)) for began, ended, _ in later)

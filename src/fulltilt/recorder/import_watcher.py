@@ -1,4 +1,4 @@
-"""Calls back when a process has imported torch, or a library whose iterables bring batches without a DataLoader."""
+"""Calls back when a process has imported torch, or a library with iterables that need no DataLoader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
-# What one draw brings: one sample, a dict of columns, or what its own shape tells.
+# What one draw brings: one sample, a dict of columns, or a batch that is counted by its shape.
 Brings = Literal["sample", "columns", "batch"]
 # By module: the class that training loops draw from, and its methods that begin a pass.
 ITERABLES: dict[str, tuple[str, dict[str, Brings]]] = {
@@ -23,13 +23,13 @@ ITERABLES: dict[str, tuple[str, dict[str, Brings]]] = {
 
 
 def imported_iterables() -> list[ModuleType]:
-    """The modules of these that this process has imported so far, without one that is being imported."""
+    """Those of these modules that this process has imported completely."""
     modules = (sys.modules.get(name) for name in ITERABLES)
     return [one for one in modules if one is not None and not getattr(one.__spec__, "_initializing", False)]
 
 
 class ImportWatcher(importlib.abc.MetaPathFinder):
-    """Lets modules be imported as ever, and calls back with each that is named in ``calls`` when that is done."""
+    """Calls back with each module named in ``calls`` once it is imported."""
 
     def __init__(self, calls: dict[str, Callable[[ModuleType], None]]) -> None:
         self._calls = calls
@@ -37,11 +37,11 @@ class ImportWatcher(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec that the finders behind this one give, with a call behind the end of the module's execution."""
+        """The spec of the finders after this one, with a call after the module's execution."""
         if name not in self._calls:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
-        found = (finder.find_spec(name, path, target) for finder in behind)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
+        found = (finder.find_spec(name, path, target) for finder in later)
         spec = next((spec for spec in found if spec is not None), None)
         loader: Any = spec.loader if spec is not None else None
         if loader is None:

@@ -1,7 +1,7 @@
 """Who has the interpreter lock: how soon an observing thread gets it, and which of the job's threads take it as well.
 
-A sample that comes late has slipped from a short stretch of Python code into the call behind it that gives up the lock
-by itself, mostly one of torch's: the script's own code passes for compute.
+A sample that comes late falls not on a short stretch of Python code but on the next call that releases the lock by
+itself, mostly one of torch's: the script's own code would count as compute.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from fulltilt.probes.rate_limit import RateLimit
 from fulltilt.recorder.stacks.frames import LineTimes, stack_of, view_of
 from fulltilt.records import ThreadRecord
 
-# Whoever holds the lock gives it up this long after another thread asked for it; Python's own 5 ms are far too long.
-# Where other threads run Python code they would all change places as often, so that they get longer turns.
-ALONE_S, IN_COMPANY_S = 0.000005, 0.0001
-# A call that keeps the lock for long (a sort, an HDF5 read) cannot be asked to give it up, and whoever waits for it
-# asks again after every turn: short ones take 70 % of a core meanwhile. These take a few per cent, and see as much.
+# The switch interval: how long after another thread's request a thread releases the lock. Python's own 5 ms are far too
+# long. Where more threads run Python code, all of them would switch as often: they get longer turns.
+ALONE_S, OTHERS_S = 0.000005, 0.0001
+# A long call that keeps the lock (a sort, an HDF5 read) cannot be interrupted, and who waits for it asks again after
+# every turn: with short turns that takes 70 % of a core. These take a few per cent, and samples are as good.
 PATIENT_S = 0.0005
-# A wait that took this much of the CPU was in vain for the most part: for such a call, or for a thread that holds the
-# lock and has no CPU. There, long turns would come too late for all short stretches, so that samples become fewer.
+# A wait that took this much CPU time was mostly for such a call, or for a thread that holds the lock and has no CPU. In
+# the latter case longer turns would miss all short stretches, so samples become fewer instead.
 COSTLY_S = 0.0001
-# So much of a core may go into waiting for calls, so much into waiting for threads without a CPU, and so much at once.
+# Shares of a core that waiting for calls, and for threads without a CPU, may take, and the most at once.
 FOR_CALLS, FOR_CPUS, AT_ONCE_S = 0.01, 0.02, 0.05
-# Stack samples become fewer until they cost this much, but no fewer than this.
+# Stack samples become fewer until they cost this share, up to this interval.
 CROWDED_SHARE, LONGEST_EVERY_S, REMEMBERED_SAMPLES = 0.01, 0.05, 50
 # The training thread and the observer.
 WITHOUT_OTHERS = 2
 PR_SET_TIMERSLACK = 29
 CLOCK_OF_A_THREAD = 6  # CPUCLOCK_PERTHREAD_MASK and CPUCLOCK_SCHED
-# Lines are named of a thread that ran for this much of the time since it was last asked.
+# Lines are noted for threads that ran for at least this share of the time.
 BUSY_SHARE = 0.05
 MOST_NAMES = 64
 
 
 class LockTurns:
-    """The turns that an observing thread puts in force, by what its waiting for the lock has cost lately."""
+    """Sets the switch interval by what an observing thread's waiting for the lock has cost lately."""
 
     def __init__(self) -> None:
         self._for_calls = RateLimit(FOR_CALLS, AT_ONCE_S, clock=time.monotonic)
@@ -52,24 +52,24 @@ class LockTurns:
         self._observed_s = 0.0
 
     def share(self) -> None:
-        """Put the turns in force that suit the threads there are now; a script's own shorter ones stay."""
+        """Set the interval that suits the present threads; a script's own shorter one stays."""
         now_s = sys.getswitchinterval()
         # Python keeps whole microseconds.
-        if now_s > IN_COMPANY_S or min(abs(now_s - ALONE_S), abs(now_s - IN_COMPANY_S)) < 0.5e-6:
+        if now_s > OTHERS_S or min(abs(now_s - ALONE_S), abs(now_s - OTHERS_S)) < 0.5e-6:
             sys.setswitchinterval(self._suitable_s())
 
     def every_s(self, usual_s: float) -> float:
-        """How often to take a sample where ``usual_s`` would be often enough."""
+        """The interval between samples: ``usual_s``, or more where samples cost too much."""
         return max(usual_s, min(self._crowded_s / CROWDED_SHARE, LONGEST_EVERY_S))
 
     def begin_wait(self, observed: int | None) -> None:
-        """The observing thread is about to sleep until its next sample of another thread, whose CPU clock is given."""
+        """The observing thread is about to sleep until its next sample of a thread with this CPU clock."""
         self._clock = observed
         self._observed_s = cpu_s(observed) or 0.0
         self._worked_s, self._began_s = time.thread_time(), time.monotonic()
 
     def end_wait(self) -> None:
-        """The sample is due, and the lock is ours."""
+        """The sample is due, and this thread has the lock."""
         cost_s = time.thread_time() - self._worked_s
         if cost_s <= COSTLY_S and not self._patient:  # mostly so: nothing to charge, and no debt
             self._crowded_s -= self._crowded_s / REMEMBERED_SAMPLES
@@ -84,18 +84,18 @@ class LockTurns:
             self.share()
 
     def _without_cpu_s(self, now_s: float) -> float:
-        """How long the observed thread had no CPU since the wait began; 0.0 where nobody can tell."""
+        """How long the observed thread had no CPU since the wait began; 0.0 where unknown."""
         worked_s = cpu_s(self._clock)
         return 0.0 if worked_s is None else max(now_s - self._began_s - (worked_s - self._observed_s), 0.0)
 
     def _suitable_s(self) -> float:
         if self._patient:
             return PATIENT_S
-        return ALONE_S if threading.active_count() <= WITHOUT_OTHERS else IN_COMPANY_S
+        return ALONE_S if threading.active_count() <= WITHOUT_OTHERS else OTHERS_S
 
 
 class OtherThreads:
-    """What the job's other Python threads cost since training began: only one of all threads runs Python at a time."""
+    """CPU time and lines of the job's other Python threads: only one thread runs Python at a time."""
 
     def __init__(self) -> None:
         self._polled_s = time.monotonic()
@@ -105,7 +105,7 @@ class OtherThreads:
         self._lines: dict[str, LineTimes] = {}
 
     def poll(self, training: int) -> None:
-        """Ask how long each has run; ``training``, the number of a thread, is not one of them, nor is one of ours."""
+        """Read how long each has run, without the thread with the number ``training`` and ours."""
         now_s = time.monotonic()
         since_s, self._polled_s = now_s - self._polled_s, now_s
         before, self._ran_s, self._busy = self._ran_s, {}, {}
@@ -124,7 +124,7 @@ class OtherThreads:
                     self._cpu_s[name] = self._cpu_s.get(name, 0.0) + ran_s
 
     def sample(self) -> None:
-        """Note the lines at which the busy ones stand."""
+        """Note the lines that the busy ones are at."""
         for thread, name in self._busy.items():
             stack = stack_of(thread)
             view = None if stack is None else view_of(stack)
@@ -148,7 +148,7 @@ def common_name(name: str) -> str:
 
 
 def cpu_times_s(thread: int) -> tuple[float, float] | None:
-    """Seconds that a thread of this process ran, and waited for a CPU; None where nobody says."""
+    """Seconds that a thread of this process ran, and waited for a CPU; None where unknown."""
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:  # noqa: PTH123 - hot
             ran, waited = file.read().split()[:2]
@@ -167,7 +167,7 @@ def cpu_clock(thread: int) -> int:
 
 
 def cpu_s(clock: int | None) -> float | None:
-    """What such a clock says; None where there is none, or its thread has ended."""
+    """The time of a CPU clock; None where there is none, or its thread has ended."""
     try:
         return None if clock is None else time.clock_gettime(clock)
     except OSError:
@@ -175,6 +175,6 @@ def cpu_s(clock: int | None) -> float | None:
 
 
 def wake_on_time() -> None:
-    """Let the calling thread be woken when it is due: by default Linux takes 50 µs more to save power."""
+    """Have the calling thread woken on time: by default Linux takes 50 µs more to save power."""
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)

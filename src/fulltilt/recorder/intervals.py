@@ -1,8 +1,8 @@
-"""From marks to intervals: every nanosecond of the training thread's life in one place. Pure, no torch.
+"""From marks to intervals, in which every nanosecond of the training thread is booked once. Pure, no torch.
 
-Without a GPU an interval is host time: each stretch between two marks goes to the activity it was spent in. On a GPU it
-is GPU time, cut at the events (see gpu_clock). It ends with a step: the first hundred hold one step each, later ones as
-many as pass in a twentieth of a second or in 1/2000 of the run, so that their number grows with its logarithm.
+Without a GPU an interval is host time: each stretch between two marks is booked as its activity. On a GPU it is GPU
+time, cut at the events (see gpu_clock). It ends with a step: the first hundred hold one step each, later ones as many
+as pass in a twentieth of a second or in 1/2000 of the run, so that their number grows with the run's logarithm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ONE_BY_ONE = 100
 MOST_STRETCHES = 8192  # more than pass while stack samples wait to be sorted
 SHORTEST_NS = 50e6
 RESOLUTION = 2000
-# Of very many ranks each is told more coarsely: what all of them write is read as one.
+# The more ranks, the coarser the intervals of each: the files of all of them are read together.
 RANKS_IN_FULL, LEAST_RESOLUTION = 8, 100
 
 DATA_WAIT, OPTIMIZER, CHECKPOINT, SYNC = Activity.DATA_WAIT, Activity.OPTIMIZER, Activity.CHECKPOINT, Activity.SYNC
@@ -49,20 +49,20 @@ class Interval:
     counted_steps: int = 0  # of its steps, those that were only counted
 
     def count(self, batches: int, samples: int | None) -> None:
-        """So many batches and samples went into its steps; None where nobody knows how many samples."""
+        """Add batches and samples of its steps; None where the samples could not be counted."""
         self.batches += batches
         if samples is not None:
             self.samples = (self.samples or 0) + samples
 
     @property
     def queueing_ns(self) -> float:
-        """Host time a step that may queue work for a GPU."""
+        """Host time of a step in which it may queue work for a GPU."""
         busy = sum(self.times.phases[phase] for phase in ("user", "backward", "optimizer"))
         return busy / max(self.steps, 1)
 
 
 class Stretch(NamedTuple):
-    """A stretch of the user's own time behind an optimizer's step, or one too long for launching; what came next."""
+    """A stretch of the user's own time after an optimizer's step, or one too long for launching; what came next."""
 
     began_ns: float
     ended_ns: float
@@ -71,7 +71,7 @@ class Stretch(NamedTuple):
 
 
 class IntervalBuilder:
-    """Feeds on marks in order, with the GPU's time of each event already resolved; finished ones are in ``closed``."""
+    """Takes marks in order, with the GPU's time of each event; finished intervals are in ``closed``."""
 
     def __init__(self, t0_ns: int, ranks: int = 1) -> None:
         self._resolution = min(RESOLUTION, max(RESOLUTION * RANKS_IN_FULL // max(ranks, 1), LEAST_RESOLUTION))
@@ -80,7 +80,7 @@ class IntervalBuilder:
         self.epoch = 0
         self.validating = False
         self.gpu: GpuTime | None = None
-        # On a GPU the user's own time is no launching where it lasts longer than this.
+        # On a GPU, a stretch of the user's own time that is longer than this is not launching.
         self.long_ns: float = LONG_STEP_ON_GPU_NS
         self._stretches: deque[Stretch] = deque(maxlen=MOST_STRETCHES)
         self._t0_ns = t0_ns
@@ -125,7 +125,7 @@ class IntervalBuilder:
             self._spend(t_ns)
         if gpu_ns is not None:
             if self.gpu is None:
-                # The first event: the queue was drained for it, so that host and GPU stand at the same moment.
+                # The queue was drained for the first event, so that host and GPU are at the same point in time.
                 self.gpu = GpuTime(self.now_ns, point)
             else:
                 self.gpu.advance(float(t_ns), gpu_ns, point, self._interval.times)
@@ -139,7 +139,7 @@ class IntervalBuilder:
             self._after, self._activity, self.since_ns = self._activity, activity, self.now_ns
 
     def _spend(self, t_ns: int) -> None:
-        """Book the host time since the last mark with the label of what it was spent on."""
+        """Book the host time since the last mark."""
         began, self.now_ns = self.now_ns, float(t_ns)
         spent, activity = self.now_ns - began, self._activity
         if self._is_long(self.now_ns):
@@ -160,7 +160,7 @@ class IntervalBuilder:
             self.gpu.held.append((began, self.now_ns, self._label(activity)))
 
     def _was_long(self) -> None:
-        """The user's own time under way is too long for launching: so is what was held of it."""
+        """Relabel what is held of the user's own time under way: it has become too long for launching."""
         assert self.gpu is not None
         held = self.gpu.held
         for place, (began, ended, label) in enumerate(held):
@@ -168,15 +168,12 @@ class IntervalBuilder:
                 held[place] = (began, ended, LABEL[Activity.LONG_USER])
 
     def _is_long(self, now_ns: float) -> bool:
-        """Whether what is under way is the user's own time, and too long for launching kernels."""
+        """Whether the thread is in the user's own time, for too long to be launching kernels."""
         on_gpu = self.gpu is not None and not self._preparing
         return on_gpu and self._activity is USER and now_ns - self.since_ns > self.long_ns
 
     def stretch_at(self, t_ns: float, now_ns: float) -> tuple[bool, Activity | None]:
-        """Whether the user's own time at ``t_ns`` is too long for launching, and what came behind it, if that tells.
-
-        To be asked in order of time.
-        """
+        """Whether the user's own time at ``t_ns``, in order, is too long for launching; and what came after it."""
         if t_ns >= self.since_ns:
             return self._is_long(now_ns), None
         stretches = self._stretches
@@ -211,7 +208,7 @@ class IntervalBuilder:
         self._data_wait_ns = 0.0
 
     def _relabel_wait(self, label: str) -> None:
-        """The wait that just ended was not the usual one."""
+        """Book the wait that just ended as ``label``."""
         if self.gpu is None:
             self._interval.times.move("data_wait", label, self._data_wait_ns)
         elif self.gpu.held and self.gpu.held[-1][2] == "data_wait":
@@ -235,8 +232,8 @@ class IntervalBuilder:
             if fact.workers:
                 self._relabel_wait("epoch_turnover")
         elif self.gpu is None and self._started:
-            # A whole pass with gradients on and no backward in it: an evaluation that nobody declared, unless
-            # backward comes next (then it was drawn ahead, to be accumulated).
+            # A whole pass with gradients on and no backward: an undeclared evaluation, unless backward comes next
+            # (then the batches were drawn ahead, to be accumulated).
             self._undeclared = self._interval.times.by_label.beyond(before)
         self._data_wait_ns = 0.0
 
@@ -304,7 +301,7 @@ class IntervalBuilder:
     # ------------------------------------------------------------------ intervals out
 
     def _position(self) -> float:
-        """Where the job's time stands: the GPU's, once there is one."""
+        """The present end of the job's time: the GPU's, once there is one."""
         return self.now_ns if self.gpu is None else self.gpu.position_ns
 
     def _end_step(self, steps: int) -> None:
@@ -327,9 +324,9 @@ class IntervalBuilder:
         self._at_step_end = ActivityTimes()
 
     def under_way(self, now_ns: float) -> Interval | None:
-        """What has passed since the last step, up to now: all that will be known of it if the job is killed.
+        """What has passed since the last step, in case the job is killed before the next.
 
-        None before the first step, and in a pause, where nobody knows what is waited for.
+        None before the first step, and in a pause, where what is waited for is not known.
         """
         if not self.steps or self._activity is Activity.PAUSED or now_ns <= self._step_end:
             return None
@@ -350,7 +347,7 @@ class IntervalBuilder:
         if self.gpu is not None:
             self.gpu.drain(self.now_ns, self._interval.times)
         if self._interval.steps and self._position() > self._step_end:
-            # What follows the last step is no part of the training: it gets an interval of its own.
+            # The time after the last step is not training: it gets an interval of its own.
             later = self._interval.times.beyond(self._at_step_end)
             self._interval.times = self._at_step_end
             self._close(self._step_end)

@@ -49,7 +49,7 @@ def job_command(arguments: list[str]) -> list[str]:
 
 
 def _refuse_namesake(folder: Path) -> None:
-    """A module called fulltilt beside the script is what its imports mean; in the job they would find this package."""
+    """Refuse a script beside a module called fulltilt: in the job its imports would find this package instead."""
     for module in (folder / "fulltilt.py", folder / "fulltilt" / "__init__.py"):
         if module.exists() and not module.samefile(fulltilt.__file__):
             raise UsageError(
@@ -65,7 +65,7 @@ def _similar(path: Path) -> str:
 
 
 def job_name(arguments: list[str]) -> str:
-    """A short name for a job: its script's, whatever launcher stands in front."""
+    """A short name for a job: its script's, also behind a launcher."""
     for index, argument in enumerate(arguments):
         if argument == "-m" and index + 1 < len(arguments) and not arguments[index + 1].startswith("torch.distributed"):
             return arguments[index + 1]

@@ -1,6 +1,6 @@
-"""Recording by hand: ``with fulltilt.record("runs/a") as rec`` for those who would rather write it than attach.
+"""Recording by hand: ``with fulltilt.record("runs/a") as rec``, instead of `fulltilt run`.
 
-The same recorder as under `fulltilt run`; inside a notebook the report appears below the cell.
+The recorder is the same; inside a notebook the report appears below the cell.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RunFiles:
 
 
 def ending_of(error: BaseException | None) -> tuple[Ended, int | None, str | None]:
-    """How a run ended that this error left: its state, the exit code where that is known, and else the error's name."""
+    """How a run with this error ended: its state, the exit code where known, or else the error's name."""
     if error is None:
         return "done", None, None
     if isinstance(error, SystemExit):
@@ -88,7 +88,7 @@ def ending_of(error: BaseException | None) -> tuple[Ended, int | None, str | Non
 
 
 def job_root() -> int:
-    """The process under which the whole job runs: under a launcher the other ranks are its children, and ours."""
+    """The process above the whole job: the launcher, whose children are the other ranks, or this one."""
     return os.getppid() if "LOCAL_RANK" in os.environ else os.getpid()
 
 
@@ -119,7 +119,7 @@ class LoopMarks:
         return _between(self.mark_checkpoint)
 
     def transfer(self) -> contextlib.AbstractContextManager[None]:
-        """What happens inside is the copy of a batch to the GPU; noted where Tensor.to could not be watched."""
+        """What happens inside is the copy of a batch to the GPU; used where Tensor.to cannot be patched."""
         session = self._session
         if session is None or session.recorder.clock is None or session.device.watches_copies:
             return _NOTHING
@@ -153,7 +153,7 @@ class LoopMarks:
             recorder.note(EpochBegan(number))
 
     def mark_profiling(self, on: bool) -> None:
-        """The job is under a profiler of its own from here, or no longer: no delays are queued meanwhile."""
+        """The job runs its own profiler from here on, or no longer: no delays are queued meanwhile."""
         recorder = self._on_training_thread()
         if recorder is not None:
             recorder.profiling = on
@@ -179,7 +179,7 @@ def _between(mark: Callable[[bool], None]) -> Iterator[None]:
 
 
 class _During(contextlib.AbstractContextManager[None]):
-    """An activity inside a step. It is on the path of every step, so it neither wakes the recorder nor nests."""
+    """An activity inside a step. As part of every step, it neither ends a pause nor nests."""
 
     def __init__(self, recorder: Recorder, activity: Activity, end: Point) -> None:
         self._recorder, self._activity, self._end = recorder, activity, end
@@ -197,14 +197,11 @@ class _During(contextlib.AbstractContextManager[None]):
 
 
 class Recording(LoopMarks):
-    """A run being recorded. Use it in a ``with`` block, or call ``start`` and ``stop`` in different notebook cells.
-
-    ``task``: which of several it is that record one job, where the launcher's variables do not tell.
-    """
+    """A run being recorded. Use it in a ``with`` block, or call ``start`` and ``stop`` in different notebook cells."""
 
     def __init__(self, folder: str | Path, name: str | None = None, task: Task | None = None) -> None:
         super().__init__()
-        self._task = task
+        self._task = task  # which of several tasks of a job this is, where the launcher's variables do not say
         self.folder = Path(folder)
         self._name = name or self.folder.name
         self._attached = False
@@ -216,7 +213,7 @@ class Recording(LoopMarks):
     def start(self, asked: Settings | None = None) -> Recording:
         """Begin to record. Under `fulltilt run` the job is recorded already: then this joins that run.
 
-        ``asked``: the settings that the job was told, where the command line does not show them.
+        ``asked``: the job's settings, where the command line does not show them.
         """
         import torch
 
@@ -248,7 +245,7 @@ class Recording(LoopMarks):
         if session is None or self._attached or self._files is None:
             return
         if os.getpid() != session.recorder.pid:
-            return  # a forked child came to its end: the run is its parent's
+            return  # a forked child has ended: the run is its parent's
         session.finish()
         if self._sampler is not None:
             self._sampler.stop()
@@ -260,13 +257,13 @@ class Recording(LoopMarks):
             show_report(self.folder)
 
     def _write_record(self, status: int) -> None:
-        """The process is about to leave at once: there is time to write the record, but not to explain it."""
+        """The process is about to leave: there is time to write the record, but not for a report."""
         if self._session is not None and self._files is not None:
             self._session.observer.finish()
             self._files.close("killed" if status < 0 else "crashed" if status else "done", status)
 
     def _stop_with_process(self) -> None:
-        """The script has come to its end and never called ``stop``."""
+        """The script has ended without a call of ``stop``."""
         self._stop(*ending_of(getattr(sys, "last_value", None)))
 
     def __enter__(self) -> Recording:

@@ -1,6 +1,6 @@
-"""The marks that the training thread leaves behind: what it began to do, when, and where the GPU stood.
+"""The marks of the training thread: what it began to do, when, and the GPU's event for that moment.
 
-The training thread only appends marks. Everything else (pairing, attribution, files) happens on the observer thread.
+The training thread only appends marks. Everything else (pairing, attribution, files) happens on the observer's thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Activity(IntEnum):
     COMPILE = 11  # torch.compile compiles
     GARBAGE_COLLECTION = 12  # a full one
     PAUSED = 10  # short steps between two measured bursts, only counted
-    LONG_USER = 13  # of a job on a GPU: USER, and too long for launching kernels
+    LONG_USER = 13  # USER of a job on a GPU, too long for launching kernels
 
 
 class Point(IntEnum):
@@ -44,9 +44,9 @@ class Point(IntEnum):
 
 
 class Mark(NamedTuple):
-    """From ``t_ns`` on the training thread does ``activity``; ``fact`` says what happened at this boundary.
+    """From ``t_ns`` on the training thread does ``activity``; ``fact`` says what happened at that moment.
 
-    ``activity`` is None when another thread leaves a fact behind: the training thread goes on with what it does.
+    ``activity`` is None for a fact from another thread: the training thread's activity goes on.
     """
 
     t_ns: int
@@ -57,17 +57,14 @@ class Mark(NamedTuple):
 
 
 class BatchArrived(NamedTuple):
-    """next() returned a batch. ``samples`` is None when the batch has no countable structure.
-
-    ``doubtful``: only the model's mode speaks for evaluation, gradients are on.
-    """
+    """next() returned a batch. ``samples`` is None when they cannot be counted."""
 
     loader_id: int
     samples: int | None
     evaluating: bool
     first: bool
     workers: int
-    doubtful: bool = False
+    doubtful: bool = False  # the model is in evaluation mode, but gradients are on
 
 
 class WaitBegan(NamedTuple):
@@ -100,7 +97,7 @@ class BackwardEnded(NamedTuple):
 
 
 class OptimizerStepped(NamedTuple):
-    """An optimizer's step ended; ``skipped`` when the gradient scaler left it out."""
+    """An optimizer's step ended; ``skipped``: the gradient scaler left it out."""
 
     optimizer_id: int
     skipped: bool
@@ -114,17 +111,14 @@ class StepsCounted(NamedTuple):
 
 
 class BookedInPause(NamedTuple):
-    """The stretch of a pause that just ended, a long wait for data or a long step, was booked as it is.
-
-    ``turnover``: the wait was for workers to end with their pass.
-    """
+    """The stretch of a pause that just ended, a long wait for data or a long step, was booked as it is."""
 
     ns: int
-    turnover: bool = False
+    turnover: bool = False  # it was a wait for workers to end with their pass
 
 
 class EpochBegan(NamedTuple):
-    """The trainer says that this epoch begins."""
+    """The trainer has begun this epoch."""
 
     number: int
 
@@ -151,33 +145,30 @@ Key = TypeVar("Key")
 
 
 class Totals(dict[Key, float]):
-    """Sums by key; a key that nothing was added to has 0.0, and stays out."""
+    """Sums by key; a missing key reads as 0.0 and is not added."""
 
     def __missing__(self, key: Key) -> float:
         return 0.0
 
     def beyond(self, earlier: Totals[Key]) -> Totals[Key]:
-        """What has been added since the sums were ``earlier``."""
+        """What has been added since ``earlier``."""
         return Totals({key: total - earlier[key] for key, total in self.items() if total != earlier[key]})
 
 
 @dataclass
 class ActivityTimes:
-    """Nanoseconds by label, with the host's own phases of a step beside them.
-
-    ``user_after`` is the user's own time by what came before it: behind a batch comes another code than behind a step.
-    """
+    """Nanoseconds by label, the host's by phase of a step, and the user's own by the activity that came before."""
 
     by_label: Totals[str] = field(default_factory=Totals)
     phases: Totals[str] = field(default_factory=Totals)
     user_after: Totals[Activity] = field(default_factory=Totals)
 
     def copy(self) -> ActivityTimes:
-        """The same again, to be kept."""
+        """A copy."""
         return ActivityTimes(Totals(self.by_label), Totals(self.phases), Totals(self.user_after))
 
     def beyond(self, earlier: ActivityTimes) -> ActivityTimes:
-        """What has been booked since there was only ``earlier``."""
+        """What has been booked since ``earlier``."""
         return ActivityTimes(
             self.by_label.beyond(earlier.by_label),
             self.phases.beyond(earlier.phases),

@@ -1,4 +1,4 @@
-"""The observer of one process: a daemon thread that makes a run's records of the marks of the one that trains.
+"""The observer of one process: a daemon thread that turns the training thread's marks into records.
 
 It samples the training thread's stack 100 times a second (at first 200, later 25), turns marks into spans and writes
 the run folder.
@@ -21,14 +21,14 @@ from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.stack_sampler import StackSampler
 from fulltilt.recorder.steps import LONG_STEP_FACTOR, LONG_STEP_ON_GPU_NS, plan
 
-# In a pause there is little to take, and each time takes the interpreter lock from the training thread.
+# In a pause there are few marks, and reading them takes the interpreter lock from the training thread.
 DRAIN_EVERY_S, DRAIN_IN_PAUSE_EVERY_S = 0.2, 0.5
 WRITE_EVERY_S = 1.0
 # Very many ranks write less often: a network file system has to bear all of them.
 RANKS_A_SECOND = 64
-# A killed process loses what it has not written: a second, or this part of what was seen where that is less.
+# A killed process loses what it has not written: a second, or this share of the run so far if that is less.
 LOST_SHARE = 0.1
-# Lines, loaders and workers change ever more slowly: they are written at each such part of the job's life, up to these.
+# The record changes ever more slowly: it is rewritten each time the run has become this much longer.
 RECORD_SHARE, RECORD_EVERY_S = 0.05, 5.0
 MOST_PROBLEMS = 100
 NS = 1e-9
@@ -82,7 +82,7 @@ class Observer(threading.Thread):
         jitter = Random()  # our own: the job's random numbers are the job's
         ruins_nothing, problems = False, 0
         while True:
-            # Never in step with the job: samples at a fixed interval would always meet a 10 ms step at the same place.
+            # At random intervals: at a fixed one, samples would always see a 10 ms step at the same place.
             every_s = self.lock_turns.every_s(self._sampler.usually_every_s)
             pause_s = every_s * (0.5 + jitter.random())
             self.lock_turns.begin_wait(recorder.cpu_clock)
@@ -103,7 +103,7 @@ class Observer(threading.Thread):
                     self._state.poll()
                 if now >= next_write:
                     next_write = now + min(max(LOST_SHARE * (now - began), DRAIN_EVERY_S), self._write_every_s)
-                    # Before the first sample of the user's own time nobody could say what that went into.
+                    # Before the first stack sample, the user's own time cannot be split.
                     if not self._sampler.none_yet or now - began > WRITE_EVERY_S:
                         self._write_spans()
                 if now >= next_record:
@@ -113,7 +113,7 @@ class Observer(threading.Thread):
                 problems += 1
                 self._state.remark(f"observer: {type(error).__name__}: {error}")
                 if problems > MOST_PROBLEMS:
-                    recorder.active = False  # or marks that nobody reads would fill the memory
+                    recorder.active = False  # or unread marks would fill the memory
                     return
 
     def _drain(self, patience_s: float = 0.0) -> None:

@@ -1,7 +1,7 @@
-"""A few steps under torch.profiler, for what only it sees.
+"""A few steps under torch.profiler, for what only it can measure.
 
-On a GPU, three steps now and then for the time in which kernels really run: events at a step's ends also count the gaps
-between them. With `--deep N`, N steps instead with the host's side of them: copies, waits and their lines.
+On a GPU, three steps now and then, for the time in which kernels run: events at a step's ends also count the gaps
+between kernels. With `--deep N`, N steps with the host's side of them instead: copies, waits and their lines.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ TENSOR_CORE = re.compile(
 
 # Where --deep begins: compilation, autotuning and the allocator have settled by then.
 FIRST_DEEP_STEP = 10
-# The first burst takes 0.2 to 0.8 s on an H200, most of it CUPTI's start; shorter jobs than this do without.
+# The first burst takes 0.2 to 0.8 s on an H200, most of it for CUPTI's start; jobs shorter than this have none.
 BURST_STEPS = 3
 FIRST_BURST_STEP, FIRST_BURST_S = 30, 8.0
-AGAIN = 4  # the next burst comes at so many times the step
-LEAST_LIFE = 200  # and not before the job has trained for so many times what the bursts have taken
-# While CUPTI starts the GPU is idle, and then has power to spare: its kernels run faster than usual for a while.
+AGAIN = 4  # the next burst comes at this many times the step
+LEAST_LIFE = 200  # and once the job has trained for this many times what the bursts have taken
+# The GPU is idle while CUPTI starts, and its kernels then run faster than usual for a while.
 SETTLE_NS = 300_000_000
-# So often a burst is begun anew because an evaluation came into it.
+# How often a burst is repeated because an evaluation came in between.
 MOST_TRIES = 8
-# With it, Kineto lets go of CUPTI at the end; otherwise each launch stays up to a fifth dearer until the process ends.
+# Makes Kineto release CUPTI at the end; otherwise each launch takes up to a fifth longer until the process ends.
 RELEASE_CUPTI = "TEARDOWN_CUPTI"
 
 
@@ -103,7 +103,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def _own_work(self) -> Iterator[None]:
-        """Work of ours on the training thread. Where it fails, so does the burst, and not the job."""
+        """Work of ours on the training thread. If it fails, the burst ends and the job goes on."""
         before, began_ns = self._recorder.switch(Activity.OBSERVER), time.perf_counter_ns()
         try:
             yield
@@ -115,10 +115,7 @@ class StepProfiler:
             self._recorder.switch(before)
 
     def _start_counting(self) -> bool:
-        """Count the FLOPs of the next step, once, where that changes nothing: each operation passes by Python.
-
-        Compiled code and CUDA graphs do not, and what is sharded would be counted as a whole.
-        """
+        """Count the FLOPs of the next step, once; not of compiled code, CUDA graphs and sharded tensors."""
         self._counted = True
         recorder, state = self._recorder, self._recorder.state
         if state.sharded or state.compiled or state.uses_cuda_graphs or recorder.profiling:
@@ -193,7 +190,7 @@ class StepProfiler:
         evaluated = recorder.evaluation.seen != self._evaluations
         with self._own_work():
             profiler.stop_trace()
-            # As Kineto has them: torch's own, thousands of them, would take half a second.
+            # Kineto's events: converting thousands of them to torch's takes half a second.
             kernels = kernels_among(profiler.profiler.kineto_results.events())
             if not evaluated or self._deep:
                 self._totals.add(kernels, steps)
@@ -212,7 +209,7 @@ class StepProfiler:
             state.deep = DeepRecord(0, 0.0, None, None, None, None, None, error=str(problem))
         elif problem is not None:
             state.remark(f"kernels could not be traced: {problem}")
-        # Behind deep steps, which do not release CUPTI, a burst saw no kernel (torch 2.11, H200).
+        # After deep steps, which do not release CUPTI, a burst saw no kernel (torch 2.11, H200).
         self._tries = self._tries + 1 if again and self._tries < MOST_TRIES else 0
         self._at_call = sys.maxsize if self._deep else self._calls * (1 if self._tries else AGAIN)
         self._deep = False
@@ -220,8 +217,8 @@ class StepProfiler:
     def finish(self) -> None:
         """The job is over, maybe before N steps."""
         if self._deep and self._profiler is None and self._calls:
-            told = f"--deep: the job ended after {self._calls} steps, before the profiler started"
-            self._recorder.state.remark(told)
+            note = f"--deep: the job ended after {self._calls} steps, before the profiler started"
+            self._recorder.state.remark(note)
         if self._flops is not None:
             self._flops.stop()
         self.stop()
@@ -242,7 +239,7 @@ def _releasing_cupti() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _waits_by_line(torch: Any, seen: Counter[str]) -> Iterator[None]:
-    """Lets torch itself name the lines that wait for the GPU, through the warnings of its debug mode."""
+    """Counts the lines that wait for the GPU, by the warnings of torch's sync debug mode."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         show = warnings.showwarning
@@ -265,12 +262,12 @@ def _waits_by_line(torch: Any, seen: Counter[str]) -> Iterator[None]:
 class FlopCount:
     """Counts the FLOPs of a step by torch's own formulas, from its forward alone.
 
-    A product costs backward one like it for each of its factors that a gradient is asked of. Counted so, backward may
-    run on threads that no mode of this one reaches, as it does on a GPU.
+    For each factor of a product that needs a gradient, backward computes a product of the same size. So backward need
+    not be counted, which on a GPU runs on threads where this mode is not active.
     """
 
     def __init__(self, recorder: Recorder, calls: int = 1) -> None:
-        """Begin. ``calls`` of optimizers are to be counted: several take turns where there are several."""
+        """Begin, and count as many ``calls`` of optimizers: several optimizers take turns."""
         formulas = importlib.import_module("torch.utils.flop_counter").flop_registry
         self._dispatch = importlib.import_module("torch.utils._python_dispatch")
         grad_enabled = importlib.import_module("torch").is_grad_enabled
@@ -295,7 +292,7 @@ class FlopCount:
     def stop(self) -> float | None:
         """The FLOPs of one call of an optimizer; None where they could not be counted."""
         if self._dispatch._get_current_dispatch_mode() is not self._mode:
-            self._flops = None  # the script has put a mode of its own on top: ours counts no more, and stays below
+            self._flops = None  # the script has put a mode of its own on top: ours stays below, and counts no more
             return None
         self._mode.__exit__(None, None, None)
         counted, self._flops = self._flops, None
@@ -311,10 +308,10 @@ class Kernel(NamedTuple):
 
 
 def kernels_among(events: Iterable[Any]) -> list[Kernel]:
-    """What the GPU ran, of Kineto's events, since the first of it: a float of its time since 1970 is too coarse."""
+    """What the GPU ran, with times since the first event: as floats, times since 1970 are too coarse."""
     found: list[tuple[str, int, int]] = []
     for event in events:
-        # Annotations stretch over the kernels of a whole phase; they are no work of their own.
+        # Annotations span the kernels of a whole phase; they are not work.
         if event.device_type().name == "CUDA" and not event.is_user_annotation():
             name = event.name()
             if not name.startswith(("ProfilerStep", "Optimizer.")):
@@ -336,13 +333,13 @@ class KernelTotals:
         self._by_name: Totals[str] = Totals()
 
     def add(self, kernels: list[Kernel], steps: int) -> None:
-        """Take in a burst of so many steps."""
+        """Add a burst of this many steps."""
         if not kernels or steps <= 0:
             return
         self._steps += steps
         self._kernels += len(kernels)
         exchange = [event for event in kernels if event.name.startswith(COLLECTIVES)]
-        # A copy from pageable memory waits for the host, and for the profiler: it is no work of the GPU's.
+        # A copy from pageable memory waits for the host, and for the profiler: that is not the GPU's work.
         kernels_us = _covered([event for event in kernels if not event.name.startswith(COPIES)])
         self._busy_us += kernels_us
         self._exchange_us += _covered(exchange)
@@ -383,7 +380,7 @@ class KernelTotals:
 def deep_record(
     events: list[Any], kernels: list[Kernel], steps: int, seen: KernelRecord | None, waits: Counter[str]
 ) -> DeepRecord:
-    """What a profile of ``steps`` steps says, per step. ``waits`` counts the synchronising calls by line."""
+    """A profile of ``steps`` steps as a record, per step. ``waits`` counts the synchronising calls by line."""
     ranges = [(event.time_range.start, event.time_range.end) for event in events]
     if seen is not None:
         ranges = [(kernel.start_us, kernel.end_us) for kernel in kernels]
@@ -427,7 +424,7 @@ def _top(costs_us: Totals[str], steps: int) -> tuple[HotLine, ...]:
 
 
 def _wait_lines(events: list[Any], steps: int, waits: Counter[str]) -> tuple[HotLine, ...]:
-    """Synchronising calls by line. The time in all of them is shared out by how often each line made one."""
+    """Synchronising calls by line, each with its share of their time by how often it made one."""
     ranges = [event.time_range for event in events if event.name in WAITS]
     total_s = sum(one.end - one.start for one in ranges) * 1e-6 / steps
     calls = sum(waits.values())

@@ -1,4 +1,4 @@
-"""The two files that one rank writes into the run folder, its spans and its record, and how they are followed."""
+"""The two files of one rank in the run folder, its spans and its record: how they are written and followed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RankFiles:
             stream, part = (rank, number) if in_task else (rank + number, 0)
             if not _take(owned, store.claim_file(stream, part), of_the_dead=not in_task):
                 continue
-            # After a restart the new process goes on where the spans of those that have ended end.
+            # After a restart the new process continues at the end of the last process's spans.
             dead = [one for one in before if not psutil.pid_exists(_pid_of(folder, *one))] if in_task else [(stream, 0)]
             files = (folder / store.steps_file(*one) for one in dead)
             ends = [span.t1_s for file in files for span in [*store.read_lines(file, Span)][-1:]]
@@ -71,7 +71,7 @@ class RankFiles:
 
 
 def cut_before(span: Span, moment_s: float) -> Span | None:
-    """A span without the part before a moment: that part was start-up in a time that others have booked already."""
+    """A span without the part before a moment, which was start-up that other processes have already booked."""
     if span.t1_s <= moment_s:
         return None
     if span.t0_s >= moment_s:
@@ -89,7 +89,7 @@ def _pid_of(folder: Path, rank: int, part: int) -> int:
 
 
 def _take(folder: store.OwnedFolder, name: str, of_the_dead: bool) -> bool:
-    """Whether this process now has a stream: its claim is new, or ours, or else that ``of_the_dead``."""
+    """Whether this process has got a stream: unclaimed, or claimed by itself, or else by one ``of_the_dead``."""
     for _ in range(2):
         with contextlib.suppress(ForeignFiles):
             descriptor = folder.create(name, 0o644)
@@ -98,7 +98,7 @@ def _take(folder: store.OwnedFolder, name: str, of_the_dead: bool) -> bool:
             return True
         if not of_the_dead or not folder.owns(name):
             return False
-        owner = (folder.path / name).read_text()  # empty: another process is just claiming it
+        owner = (folder.path / name).read_text()  # empty while another process is just claiming it
         if owner == str(os.getpid()):
             return True
         if not owner.isdecimal() or psutil.pid_exists(int(owner)) or not folder.remove(name):
@@ -156,7 +156,7 @@ class Following:
         return reduce(Buckets.plus, (span.buckets for span in self._since(last_s)), Buckets())
 
     def words(self) -> str:
-        """How the job fares, in a few words."""
+        """The job's progress, in a few words."""
         spans = [span for span in self._since(RECENT_S) if span.steps]
         if not spans:
             return "waiting for the first step" if not self.steps else f"step {self.steps:,}"

@@ -1,4 +1,4 @@
-"""What one rank's recorder notes besides its time: loaders, workers, lines, copies, precision, communication."""
+"""What is recorded of one rank besides its time: loaders, workers, lines, copies, precision, communication."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, StackView
 
 
 def memory_parts(torch: Any, optimizers: Iterable[Any], on_gpu: bool) -> records.MemoryRecord:
-    """The parts as they are now. Call it when an optimizer has just stepped: gradients and states are there then."""
+    """Memory by part. Call it just after an optimizer's step, when gradients and states are there."""
     parameters: dict[int, Any] = {}
     states = 0
     for optimizer in optimizers:
@@ -41,7 +41,7 @@ def memory_parts(torch: Any, optimizers: Iterable[Any], on_gpu: bool) -> records
 
 
 def _bytes(tensor: Any) -> int:
-    local = getattr(tensor, "_local_tensor", tensor)  # a sharded tensor: only its own part lies on this GPU
+    local = getattr(tensor, "_local_tensor", tensor)  # of a sharded tensor only the part on this GPU
     return int(local.numel() * local.element_size())
 
 
@@ -57,19 +57,19 @@ class Copies:
     lines: LineTimes = field(default_factory=LineTimes)
 
     def add(self, copied_bytes: int, blocking: bool, weight: float) -> None:
-        """A copy, which stands for so many like it."""
+        """Add a copy; in a burst it has the ``weight`` of several."""
         self.copies += weight
         self.bytes += weight * copied_bytes
         self.blocking += weight * blocking
 
-    def record(self, stretch: float) -> records.TransferRecord | None:
-        """The copies as a record, stretched to the whole run; None when there were none."""
+    def record(self, scale: float) -> records.TransferRecord | None:
+        """The copies as a record, scaled to the whole run; None when there were none."""
         if not self.copies:
             return None
         top = self.lines.top(1)
         return records.TransferRecord(
-            copies=round(stretch * self.copies),
-            bytes=round(stretch * self.bytes),
+            copies=round(scale * self.copies),
+            bytes=round(scale * self.bytes),
             pageable_share=self.pageable / self.asked if self.asked else None,
             blocking_share=self.blocking / self.copies,
             where=top[0].where if top else None,
@@ -87,7 +87,7 @@ class Garbage:
     asked_for: LineTimes = field(default_factory=LineTimes)
 
     def add(self, took_s: float, full: bool, where: str, function: str) -> None:
-        """A collection has ended; ``where`` is the line that asked for it, empty where none did."""
+        """A collection has ended; ``where`` is the line that called gc.collect(), or empty."""
         self.collections += 1
         self.full += full
         self.seconds += took_s
@@ -106,17 +106,17 @@ MOST_REMARKS = 20
 
 
 class RankState:
-    """Everything that ends in a records.RankRecord."""
+    """Everything that goes into a records.RankRecord."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        # A launcher says so in the environment; ranks that the script itself spawns know it once they have met.
+        # From the launcher's environment; ranks that the script itself spawns know it once their group exists.
         self.rank = _number_in("RANK", 0)
         self.world_size = _number_in("WORLD_SIZE", 1)
         self.group: str | None = None
-        self.cpus_at_start: int | None = None  # how many this process might use before the script set anything
-        self._parent_pid = os.getppid()  # now: it may end before this process does
-        self.loaders: LoaderRegistry  # set by the session: they need the recorder, and that needs this
+        self.cpus_at_start: int | None = None  # usable by this process before the script set anything
+        self._parent_pid = os.getppid()  # it may end before this process does
+        self.loaders: LoaderRegistry  # set by the session: it needs the recorder, which needs this
         self.steps = 0
         self.steps_attributed = 0
         self.launch_s = 0.0
@@ -168,19 +168,16 @@ class RankState:
     # ------------------------------------------------------------------ while it runs
 
     def remark(self, text: str) -> None:
-        """Remember something odd, once."""
+        """Add a note to the record, once."""
         if text not in self.remarks and len(self.remarks) < MOST_REMARKS:
             self.remarks.append(text)
 
     def wants_lines(self, activity: Activity) -> bool:
-        """Whether a stack sample during this activity may name lines of use.
-
-        Without workers the training thread fetches in next(); with them it still runs the sampler there.
-        """
+        """Whether samples of this activity name useful lines: in next() the thread fetches, or runs the sampler."""
         return activity is Activity.DATA_WAIT and self.loaders.waiting_for is not None
 
     def understood(self, view: StackView) -> StackView:
-        """A view with its meaning in this job: who waits for others waits for data unless loaders bring it."""
+        """The view with its meaning in this job: waiting is data wait, unless loaders bring the data."""
         if view.kind != "waiting":
             return view
         loaders = self.loaders
@@ -212,16 +209,16 @@ class RankState:
             calls.charge(where, function, weight_s, call)
 
     def waited_for_gpu(self, where: str, function: str, call: str, took_s: float, weight: float) -> None:
-        """A call waited for the GPU; it stands for so many like it."""
+        """A call waited for the GPU; in a burst it has the ``weight`` of several."""
         self.syncs += weight
         self.sync_lines.charge(where, function, weight * took_s, call)
 
     def evaluating(self, eval_mode: bool) -> bool:
-        """Whether the training thread evaluates now: the intervals, made later, are too late for a stack sample."""
+        """Whether the training thread evaluates now. (Intervals know it only later.)"""
         return eval_mode or self.loaders.was_evaluating
 
     def poll(self) -> None:
-        """Take in what the workers have told, and what other threads did."""
+        """Take in the messages of workers, and what other threads did."""
         self._host_growth.note(self.steps)
         if self.steps:
             self.threads.poll(self.training_thread)
@@ -231,7 +228,7 @@ class RankState:
             self.workers.setdefault(message.loader, WorkerTotals()).add(message, in_pass)
 
     def exposed_communication_s(self) -> float:
-        """Seconds of gradient exchange a step that no computation hides, where it is not marked in each step."""
+        """Seconds of gradient exchange per step that no computation hides; 0.0 where each step marks them."""
         seen = None if self.measures_exchange else self.communication
         if seen is None or seen.communication_s is None:  # marked, or not known
             return 0.0
@@ -257,11 +254,11 @@ class RankState:
                 )
 
     def learn_rank(self) -> None:
-        """Ask torch which rank this process is, while it knows: most scripts leave the group before they end."""
+        """Ask torch which rank this process is. Not at the end: most scripts have left the group by then."""
         module = sys.modules.get("torch.distributed")
         if module is not None and module.is_available() and module.is_initialized():
             self.rank, self.world_size = int(module.get_rank()), int(module.get_world_size())
-        elif "horovod" in sys.modules:  # its ranks meet elsewhere
+        elif "horovod" in sys.modules:  # it has no process group of torch's
             for rank, world_size, _ in RANKED:
                 if _number_in(world_size, 1) > 1:
                     self.rank, self.world_size = _number_in(rank, 0), _number_in(world_size, 1)
@@ -280,9 +277,9 @@ class RankState:
         return bool(self.steps or builder.counter.backwards or drawn)
 
     def record(
-        self, stream: int, t1_s: float, finished: bool, builder: IntervalBuilder, on_gpu: bool, stretch: float
+        self, stream: int, t1_s: float, finished: bool, builder: IntervalBuilder, on_gpu: bool, scale: float
     ) -> records.RankRecord:
-        """Everything noted so far; ``stretch`` is what the calls that were noted must be stretched by to be all."""
+        """Everything noted so far; ``scale`` is what totals over measured calls must be multiplied by."""
         trained = builder.counter.train_loaders
         cuda = self._torch.cuda if on_gpu else None
         stats = cuda.memory_stats() if cuda is not None else {}
@@ -313,10 +310,10 @@ class RankState:
             drawn_from=next(iter(self._drawn_from.top(1)), None),
             loop_calls=self._loop_calls.top(3),
             computing_calls=() if on_gpu else self._computing_calls.top(),
-            sync_lines=self.sync_lines.top(stretch=stretch),
+            sync_lines=self.sync_lines.top(scale=scale),
             checkpoint_lines=self.checkpoint_lines.top(),
-            syncs=round(stretch * self.syncs),
-            transfer=self.copies.record(stretch),
+            syncs=round(scale * self.syncs),
+            transfer=self.copies.record(scale),
             precision=records.PrecisionRecord(
                 autocast=self.autocast,
                 parameters=self.parameter_dtype,
@@ -350,7 +347,7 @@ class RankState:
         )
 
     def _training_thread_s(self) -> tuple[float, float, float] | None:
-        """Seconds since the first steps: on the wall, those that the training thread ran, and waited for a CPU."""
+        """Seconds since the first steps: of wall time, and how long the training thread ran, and waited for a CPU."""
         times = cpu_times_s(self.training_thread)
         if times is None or not self.steps:
             return None
@@ -359,7 +356,7 @@ class RankState:
         return now[0] - first[0], now[1] - first[1], now[2] - first[2]
 
     def _highest_peak(self, now_bytes: int | None) -> int | None:
-        """The highest so far: loops that print the peak of each epoch reset torch's own."""
+        """The highest peak so far: loops that print the peak of each epoch reset torch's."""
         if now_bytes is not None:
             self._vram_peak_bytes = max(now_bytes, self._vram_peak_bytes or 0)
         return self._vram_peak_bytes
@@ -407,11 +404,11 @@ class RankState:
 
 
 def _name_of_group(distributed: Any, world_size: int) -> str:
-    """A name that all ranks of the process group have in common: the first to ask sets it in the group's own store.
+    """A name that all ranks of the process group share: the first to ask sets it in the group's own store.
 
-    That is two messages to the store, without waiting for any other rank. A launcher may keep its store when it starts
-    the ranks anew: whoever comes behind a whole group of this size belongs to the next. (Its count of restarts is no
-    help: the agents of two nodes count for themselves.)
+    That takes two messages to the store and waits for no other rank. A launcher may keep its store when it restarts the
+    ranks: those that come after a whole group of this size belong to the next one. (The launcher's count of restarts
+    does not help: each node counts its own.)
     """
     try:
         keys = distributed.distributed_c10d._get_default_store()

@@ -1,4 +1,4 @@
-"""The recorder of one process, on the thread that trains: it leaves marks, of which the observer makes the records.
+"""The recorder of one process, on the training thread: it appends marks, which the observer turns into records.
 
 All it does there is read the clock, record an event where there is a GPU, and append a tuple.
 """
@@ -24,9 +24,9 @@ from fulltilt.recorder.validation import Evaluation
 
 
 class Recorder:
-    """What the hooks tell of one process of a training job."""
+    """What the hooks note of one process of a training job."""
 
-    observer: threading.Thread  # which makes records of it
+    observer: threading.Thread
 
     def __init__(self, folder: Path, t0_ns: int, state: RankState) -> None:
         self.folder = folder
@@ -127,16 +127,16 @@ class Recorder:
         self.bursts.booked_ns = ended_ns
 
     def note(self, fact: Any) -> None:
-        """Leave a fact behind from any thread, without a change of activity."""
+        """Note a fact from any thread, without a change of activity."""
         self.marks.append((time.perf_counter_ns(), None, fact, Point.NONE, None))
 
     def trains_on_gpu(self, torch: Any) -> None:
-        """Start the GPU's clock: called once, between two steps, when the first optimizer has CUDA parameters."""
+        """Start the GPU's clock, between two steps, once an optimizer has CUDA parameters."""
         if self.clock is None:
             self.clock = CudaClock(torch)
 
     def calibrate_if_asked(self, point: Point) -> None:
-        """Give the host a lead at this point of a step when the observer has asked for it."""
+        """Give the host a lead at this point of a step if the observer has asked for it."""
         if point is Point.BATCH:
             self.calibration.under_way = False
         if self.clock is not None and not self.profiling:
@@ -156,7 +156,7 @@ class Recorder:
     # ------------------------------------------------------------------ on the observer's thread
 
     def evaluates(self, on: bool) -> None:
-        """A sample has shown whether the training thread evaluates, whatever mode the model is in."""
+        """A stack sample has shown whether the training thread evaluates, in whatever mode the model is."""
         self.eval_mode = on
         self.state.loaders.was_evaluating = on
         self.note(EvalMode(on))

@@ -16,30 +16,30 @@ from fulltilt.recorder.steps import LONG_STEP_NS
 from fulltilt.records import HotLine
 
 SAMPLE_EVERY_S = 0.01
-# A short run has few samples to divide its time by: at first they come twice as often.
+# A short run has few samples: at first they are taken twice as often.
 EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 400, 0.005
-# Each takes the interpreter lock from the training thread, and 0.1 ms of its time where no CPU is free: fewer do after
-# some twenty seconds, when the usual is known and what is rare has to last to matter, and while measuring pauses.
+# Each takes the interpreter lock from the training thread, and 0.1 ms of its time where no CPU is free. Fewer suffice
+# after some twenty seconds, when the usual is known and only what lasts still matters, and in pauses.
 MANY_SAMPLES, LATER_SAMPLE_EVERY_S = 2400, 0.04
 MANY_SAMPLES_IN_PAUSE, LATER_IN_PAUSE_EVERY_S = 800, 0.1
 # A sample is late when it had to wait for the interpreter lock.
 LATE_NS = 300_000
-# What was seen before the present window weighs as much as this many seconds of samples.
+# All samples before the present window weigh as much as this many seconds of new ones.
 WEIGHT_OF_EARLIER_S = 4 * SAMPLE_EVERY_S
 NS = 1e-9
 
 
 class KindWeights(Totals[str]):
-    """Seconds that stack samples stand for, by kind: those of the present window, and a little of what was before."""
+    """Seconds of stack samples by kind: those of the present window, and a little of what was before."""
 
     def begin_window(self) -> None:
-        """The samples of the window have been used."""
+        """The samples of the window have been used: scale them down."""
         scale = min(1.0, WEIGHT_OF_EARLIER_S / (sum(self.values()) or 1.0))
         self.update({kind: scale * weight_s for kind, weight_s in self.items()})
 
 
-class Pending(NamedTuple):
-    """A stack sample of the user's own time: marks that come later tell whose work it saw."""
+class PendingSample(NamedTuple):
+    """A stack sample of the user's own time that only later marks can classify."""
 
     t_ns: int
     after: Activity
@@ -48,7 +48,7 @@ class Pending(NamedTuple):
 
 
 class StackSampler:
-    """Takes stack samples, each weighted by the time it stands for, and sorts them by what the time came after."""
+    """Takes stack samples, each weighted by its time, and sorts them by the activity that came before."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -59,11 +59,11 @@ class StackSampler:
         self._late: Totals[str] = Totals()
         self._long_step_ns = 0  # when the long step began that the last sample in a pause saw
         self._taken = 0
-        self._pending: list[Pending] = []
+        self._pending: list[PendingSample] = []
 
     @property
     def usually_every_s(self) -> float:
-        """How long to wait for the next sample where sampling costs little."""
+        """The interval between samples where sampling costs little."""
         if self._taken < EARLY_SAMPLES:
             return EARLY_SAMPLE_EVERY_S
         if self._recorder.bursts.paused:
@@ -71,7 +71,7 @@ class StackSampler:
         return LATER_SAMPLE_EVERY_S if self._taken > MANY_SAMPLES else SAMPLE_EVERY_S
 
     def take(self, due_ns: int, every_s: float) -> None:
-        """One sample of the training thread's stack, due at ``due_ns``, that stands for ``every_s``."""
+        """Take one sample of the training thread's stack, due at ``due_ns``, with a weight of ``every_s``."""
         recorder = self._recorder
         self._every_s = every_s
         self._taken += recorder.training
@@ -99,8 +99,8 @@ class StackSampler:
         view = self._view(stack, BatchTimer.draw.__code__ if activity is Activity.DATA_WAIT else None)
         if view is None:
             return
-        # A sample that came late (the interpreter lock was held) stands for all of that time, but not for time
-        # before the present activity began.
+        # A sample that came late (the interpreter lock was held) has the weight of all that time since the present
+        # activity began.
         on_time = since_sample_ns < 2e9 * every_s
         weight_s = every_s if on_time else max(min(since_sample_ns, now_ns - recorder.last_switch_ns), 0) * NS
         view = recorder.state.understood(view)
@@ -110,7 +110,7 @@ class StackSampler:
         if now_ns - due_ns > LATE_NS:
             self._late[view.kind] += weight_s
         if recorder.clock is not None or (after is Activity.OPTIMIZER and self._is_undecided(view)):
-            self._pending.append(Pending(now_ns, after, view, weight_s))
+            self._pending.append(PendingSample(now_ns, after, view, weight_s))
             return
         recorder.state.sampled(activity, view, weight_s)
         self._add(after, view.kind, weight_s)
@@ -125,7 +125,7 @@ class StackSampler:
         return view_of(stack, inside, known.spots, known.loop, known.step)
 
     def _settle(self) -> None:
-        """Sort the pending samples; those of time that no mark has ended yet stay."""
+        """Sort the pending samples whose time a mark has ended; the others stay."""
         since_ns, pending = self._recorder.intervals.since_ns, self._pending
         self._pending = [sample for sample in pending if sample.t_ns >= since_ns]
         for sample in pending:
@@ -134,20 +134,20 @@ class StackSampler:
                 self._recorder.state.sampled(Activity.USER, view, sample.weight_s)
                 self._add(after, view.kind, sample.weight_s)
 
-    def _judged(self, sample: Pending) -> tuple[Activity, StackView]:
-        """What the marks tell of a sample: what its time came after, and whose work it saw."""
+    def _judged(self, sample: PendingSample) -> tuple[Activity, StackView]:
+        """What the marks show of a sample: the activity before it, and whose work it saw."""
         view = sample.view
-        long, behind = self._recorder.intervals.stretch_at(sample.t_ns, time.perf_counter_ns())
+        long, following = self._recorder.intervals.stretch_at(sample.t_ns, time.perf_counter_ns())
         # Where a batch is drawn next, there is no forward pass in between.
-        own = behind in (Activity.DATA_WAIT, Activity.EPOCH_TURNOVER)
+        own = following in (Activity.DATA_WAIT, Activity.EPOCH_TURNOVER)
         undecided = sample.after is Activity.OPTIMIZER and self._is_undecided(view)
-        # Long work of torch's is on the CPU, such as making the next batches: launching takes less.
+        # What takes torch long is work on the CPU, such as making the next batches, and no launching.
         if (undecided and own) or (long and view.kind == "torch"):
             view = replace(view, kind="host")
         return Activity.LONG_USER if long else sample.after, view
 
     def stands_at(self, now_ns: int) -> HotLine | None:
-        """The line at which the training thread stands, and for how long it does what it does there."""
+        """The line the training thread is at, and the seconds of its present activity."""
         recorder = self._recorder
         stack = stack_of(recorder.thread_id or 0)
         view = None if stack is None else self._view(stack)
@@ -165,18 +165,15 @@ class StackSampler:
             recorder.evaluates(on)
 
     def _is_undecided(self, view: StackView) -> bool:
-        """Whether it shows later what this was for: torch's work for a forward pass, or a generator's for a batch.
-
-        What torch does on a GPU is the GPU's time.
-        """
+        """Whether only later marks show what this was: on a CPU, torch may compute or make a batch; so a generator."""
         return not view.of_training and (
             view.kind == "data_wait" or (view.kind == "torch" and self._recorder.clock is None)
         )
 
     def _take_in_backward(self) -> None:
-        """Most of backward is torch's; a hook, or a function with a backward of its own, may hold it up.
+        """Most of backward is torch's, but hooks and backward functions of the user's may hold it up.
 
-        On a GPU it runs on a thread of torch's, and what the host does there is hidden behind the GPU's work.
+        On a GPU it runs on another thread, and the GPU's work hides what the host does there.
         """
         recorder, stack = self._recorder, self._stack_in(Activity.BACKWARD)
         if stack is None:
@@ -208,7 +205,7 @@ class StackSampler:
             return
         view = recorder.state.understood(view)
         if takes_long:
-            # The first sample of a long step stands for all of it so far.
+            # The first sample of a long step has the weight of all of it so far.
             weight_s = (since_sample_ns if began_ns == self._long_step_ns else now_ns - began_ns) * NS
             self._long_step_ns = began_ns
             if on_gpu and view.kind == "torch":
@@ -220,19 +217,13 @@ class StackSampler:
         self._after.setdefault(after, KindWeights())[kind] += weight_s
 
     def _missed(self) -> None:
-        """A sample that was due in the user's own code came when that had ended: the interpreter lock was held.
-
-        It stands for such code as other late samples did see.
-        """
+        """A sample due in the user's own code came after that had ended: count it as what other late samples saw."""
         total = sum(self._late.values())
         for kind, weight in self._late.items() if total else ():
             self._add(self._recorder.left_after, kind, self._every_s * weight / total)
 
     def split(self, under_way: bool = False) -> Mapping[Activity, Totals[str]]:
-        """How the user's own time divides, by the activity that it came after; long stretches apart.
-
-        ``under_way``: with what the marks have not told yet.
-        """
+        """Weights of the user's own time by the activity before it; ``under_way``: with the present stretch."""
         self._settle()
         split = {after: KindWeights(weights) for after, weights in self._after.items()}
         for sample in self._pending if under_way else ():
@@ -242,7 +233,7 @@ class StackSampler:
 
     @property
     def none_yet(self) -> bool:
-        """Whether there has been no sample of the user's own time."""
+        """Whether there has been no sample of the user's own time yet."""
         return not (self._pending or self._after)
 
     @property

@@ -1,8 +1,8 @@
 """Which optimizer calls make a step, and which batches went into it: pure bookkeeping over facts.
 
-A step ends with an optimizer's step. Several optimizers in one iteration (a GAN) are one step: a new one begins when
-a batch has been drawn since, or when an optimizer that already stepped steps again. Batches drawn but never trained
-on (a sloppy validation loop, a batch drawn ahead of an early break) are not counted.
+A step ends with an optimizer's step. Several optimizers in one iteration (a GAN) are one step: a new one begins once a
+batch has been drawn since, or an optimizer that has stepped in it steps again. Batches that were drawn but never
+trained on (an undeclared validation, a batch drawn ahead of an early break) are not counted.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MOST_AHEAD = 64
 
 
 @dataclass
-class Supply:
-    """One loader in one pass: batches drawn from it, and how many of them backward has used up.
+class DrawnBatches:
+    """The batches drawn from one loader in one pass, and how many of them backward has used up.
 
     Accelerate and Lightning draw one batch ahead, Hugging Face's Trainer all batches of an accumulated step and one
-    more: so what was drawn before a backward need not have gone into it. How many batches go into each backward is
-    seen over time; ``usual`` is what it was in the pass before.
+    more: a batch drawn before a backward need not be part of it. How many batches go into each backward shows over
+    time; ``usual`` is their number in the pass before.
     """
 
     usual: int | None = None
@@ -38,10 +38,10 @@ class Supply:
         self.waiting.append(samples)
         self.drawn += 1
 
-    def feed(self) -> list[int | None]:
-        """A backward ran: the samples of each batch that has been used up by now."""
+    def use_up(self) -> list[int | None]:
+        """A backward ran: the samples of each batch that it has used up."""
         self.backwards += 1
-        # One backward alone does not tell two batches each from one drawn ahead; the second does.
+        # Only the second backward tells two batches each from one that was drawn ahead.
         usual = self.usual if self.usual is not None else 1 if self.backwards == 1 else self.drawn
         each = min(self.drawn // self.backwards, usual)
         due = each * self.backwards - self.used if each else len(self.waiting)
@@ -49,9 +49,9 @@ class Supply:
         self.used += due
         return [self.waiting.popleft() for _ in range(due)]
 
-    def next_pass(self) -> Supply:
+    def next_pass(self) -> DrawnBatches:
         """The same loader started anew."""
-        return Supply(self.drawn // self.backwards if self.ended and self.backwards else self.usual)
+        return DrawnBatches(self.drawn // self.backwards if self.ended and self.backwards else self.usual)
 
     def forget(self, batches: int) -> None:
         """The last few batches were not for training."""
@@ -62,9 +62,9 @@ class Supply:
 
 @dataclass
 class StepCounter:
-    """Feeds on facts in order and says when a step begins and what it held."""
+    """Takes facts in order and counts the batches and samples of each step."""
 
-    supplies: dict[int, Supply] = field(default_factory=dict)
+    drawn: dict[int, DrawnBatches] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
     drawn_since_step: bool = False
     backwards: int = 0
@@ -84,11 +84,11 @@ class StepCounter:
 
     def pass_began(self, loader_id: int) -> None:
         """A loader starts anew. What is left of an abandoned pass never trains."""
-        before = self.supplies.pop(loader_id, None)
+        before = self.drawn.pop(loader_id, None)
         if before is not None:
             if before.ended and before.backwards:
                 self._count(list(before.waiting))
-            self.supplies[loader_id] = before.next_pass()
+            self.drawn[loader_id] = before.next_pass()
         self._fresh.pop(loader_id, None)
         self._unfed.discard(loader_id)
         self._doubtful.pop(loader_id, None)
@@ -98,7 +98,7 @@ class StepCounter:
         if evaluating:
             if loader_id in self._fresh and loader_id not in self.train_loaders:
                 # Often the first batch of a validation is drawn before the model is switched.
-                self.supplies[loader_id].forget(self._fresh.pop(loader_id))
+                self.drawn[loader_id].forget(self._fresh.pop(loader_id))
             if doubtful:
                 self._doubtful.setdefault(loader_id, []).append(samples)
             return
@@ -106,7 +106,7 @@ class StepCounter:
         self._drawn(loader_id, samples)
 
     def _believe(self, loader_id: int) -> None:
-        """What this loader gave in eval mode was for training; what others gave was not.
+        """What this loader gave in eval mode was for training; what other loaders gave was not.
 
         Hugging Face's Trainer draws the next batches before it switches the model back.
         """
@@ -117,11 +117,11 @@ class StepCounter:
 
     def _drawn(self, loader_id: int, samples: int | None) -> None:
         for unfed_id in self._unfed:
-            # A whole pass, and then the next batch without a backward in between: it was an evaluation.
-            self.supplies.pop(unfed_id, None)
+            # A whole pass without a backward, and then a batch: that pass was an evaluation.
+            self.drawn.pop(unfed_id, None)
             self._fresh.pop(unfed_id, None)
         self._unfed.clear()
-        self.supplies.setdefault(loader_id, Supply()).draw(samples)
+        self.drawn.setdefault(loader_id, DrawnBatches()).draw(samples)
         self._fresh[loader_id] = self._fresh.get(loader_id, 0) + 1
         self._last = loader_id
         self.drawn_since_step = True
@@ -131,11 +131,11 @@ class StepCounter:
         if evaluating:
             self._doubtful.pop(loader_id, None)
             return False
-        supply = self.supplies.get(loader_id, Supply())
-        supply.ended = True
-        if not supply.backwards:
+        batches = self.drawn.get(loader_id, DrawnBatches())
+        batches.ended = True
+        if not batches.backwards:
             self._unfed.add(loader_id)
-        return supply.backwards > 0
+        return batches.backwards > 0
 
     def backward(self) -> None:
         """backward() ran: the batches drawn for it belong to the step under way."""
@@ -143,7 +143,7 @@ class StepCounter:
         self._unfed.clear()
         if self._fresh:
             self.settle()
-        if self._doubtful and not any(self.supplies[fed].waiting for fed in self._feeding if fed in self.supplies):
+        if self._doubtful and not any(self.drawn[fed].waiting for fed in self._feeding if fed in self.drawn):
             self._believe(next(reversed(self._doubtful)))
         if self._last in self._fresh:
             # A second loader in the same iteration draws about as often as the one that was drawn last;
@@ -151,14 +151,14 @@ class StepCounter:
             most = self._fresh[self._last] + 1
             for loader_id, drawn in self._fresh.items():
                 if drawn > most:
-                    self.supplies[loader_id].forget(drawn)
+                    self.drawn[loader_id].forget(drawn)
             self._feeding = [loader_id for loader_id, drawn in self._fresh.items() if drawn <= most]
             self._fresh.clear()
             self.train_loaders.update(self._feeding)
         self._use_up(tuple(self._feeding))
 
     def _use_up(self, feeding: tuple[int, ...]) -> None:
-        used = {fed: self.supplies[fed].feed() if fed in self.supplies else [] for fed in feeding}
+        used = {fed: self.drawn[fed].use_up() if fed in self.drawn else [] for fed in feeding}
         if len(feeding) == 1:
             self._count(used[feeding[0]])
         elif feeding in self._counting:
@@ -167,9 +167,9 @@ class StepCounter:
             self._undecided = (feeding, used)
 
     def settle(self) -> None:
-        """Decide which of several loaders counts: the first of those drawn side by side, the inner one of nested loops.
+        """Decide which of several loaders counts: the first of those drawn in turn, the inner one of nested loops.
 
-        The next draw tells them apart: the loader of an outer loop is not drawn again.
+        The next draw tells which: the loader of an outer loop is not drawn again.
         """
         if self._undecided is not None:
             feeding, used = self._undecided
@@ -228,13 +228,13 @@ MEASURE_ALL_FIRST = 300
 SHORT_STEP_S, SHORT_STEP_ON_GPU_S, COUNTED_STEPS = 0.005, 0.010, 112
 LAUNCH_LIMITED = 0.04
 VERY_SHORT_STEP_S, COUNTED_STEPS_VERY_SHORT = 0.004, 496
-# After so many steps the usual one is well known.
+# After this many steps the usual one is well known.
 MANY_STEPS, COUNTED_AFTER_MANY_STEPS = 10_000, 1008
 # A wait for data longer than this is booked even in a pause.
 LONG_WAIT_NS = 2_000_000
 # So is a step that takes longer than this: it did something that the others do not.
 LONG_STEP_NS = 10_000_000
-# On a GPU a host that only launches kernels is never this long about it, nor several times a whole step.
+# On a GPU, launching kernels never takes this long, nor several times a whole step.
 LONG_STEP_ON_GPU_NS = 20_000_000
 LONG_STEP_FACTOR = 4
 
@@ -297,8 +297,8 @@ class Bursts:
 def plan(steps: int, calls: int, step_s: float, scaler: bool, launch_share: float | None) -> BurstPlan | None:
     """How to measure in bursts; None when every step should be measured.
 
-    Counting calls stands for counting steps only while every step has made the same number of them. ``launch_share``:
-    for how much of the time a GPU waits for kernels to be launched; None on a CPU.
+    Calls are counted instead of steps, so every step must have made the same number of them. ``launch_share``: for how
+    much of the time a GPU waits for kernels to be launched; None on a CPU.
     """
     short_s = SHORT_STEP_S
     if launch_share is not None:

@@ -20,13 +20,13 @@ def _stdlib() -> tuple[str, ...]:
 
 @cache
 def _commands() -> str:
-    """Where the commands of installed packages lie, such as torchtune's ``tune``: nobody edits them."""
+    """The folder of installed packages' commands, such as torchtune's ``tune``: nobody edits them."""
     return os.path.realpath(sysconfig.get_path("scripts")) + os.sep
 
 
 @cache
 def _targets() -> tuple[str, ...]:
-    """Other folders that packages were installed into (``pip install --target``), and not the script's own."""
+    """Other folders that packages were installed into (``pip install --target``), without the script's own."""
     own = {os.path.realpath(folder) for folder in (*sys.path[:1], began_in() or "")}
     folders = {os.path.realpath(folder) for folder in sys.path} - own
     return tuple(folder + os.sep for folder in sorted(folders) if any(Path(folder).glob("*.dist-info")))
@@ -86,7 +86,7 @@ def _part_of_torch(inside: str) -> str:
 
 @cache
 def began_in() -> Path | None:
-    """The working folder when this is first asked, from which the user names files; None when it is gone by then."""
+    """The working folder at the first call, from which the user names files; None when it is gone."""
     try:
         return Path.cwd()
     except OSError:
@@ -115,7 +115,7 @@ def shown_path(filename: str) -> str:
 
 
 def _cell_of(filename: str) -> str | None:
-    """``In[3]`` for the code of a notebook's cell, which lies in no file that the user knows."""
+    """``In[3]`` for the code of a notebook's cell, whose file the user does not know."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     try:
         label = shell.compile.format_code_name(filename) if shell is not None else None
@@ -124,12 +124,12 @@ def _cell_of(filename: str) -> str | None:
     return label[1] if label else None
 
 
-# Only what stands between the script and torch. A script may well call the rest of Fulltilt itself.
+# Only the parts between the script and torch. A script may well call the rest of Fulltilt itself.
 BETWEEN = (f"{_HOME}recorder/", f"{_HOME}tuning/live/")
 
 
 def leave_out_ours(error: BaseException | None) -> None:
-    """Take our frames out of the traceback of an error, and of those that it came from."""
+    """Take our frames out of the traceback of an error and of its causes."""
     seen: set[int] = set()
     errors = [error]
     while errors:

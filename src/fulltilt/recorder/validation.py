@@ -1,4 +1,4 @@
-"""Whether the job validates: what ends a validation, and which switches to evaluation mode make no validation."""
+"""Whether the job validates: when a validation ends, and which switches to evaluation mode are not validation."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from fulltilt.recorder.user_code import owner
 if TYPE_CHECKING:
     from fulltilt.recorder.loaders.registry import LoaderRegistry
 
-# A function that switches the model for a batch under way this often makes what is trained on.
+# A function that has switched the model during a training batch this often makes training data.
 GENERATES_AFTER = 3
 
 
 class Evaluation:
-    """What is known of the evaluation under way: the model, the function that switched it, and the one that draws."""
+    """The evaluation under way: its model, the function that switched it, and the one that draws batches."""
 
     def __init__(self) -> None:
         self.declared = False
-        self.seen = 0  # signs of one so far
+        self.seen = 0  # how often one was seen
         self.where: str | None = None  # the line of the training loop, or around it, that leads to one
         self._model: weakref.ref[Any] | None = None
         self._switching: CodeType | None = None
         self._drawing: CodeType | None = None
-        # How far the training loop, and what called it, had come: behind that is a next turn of theirs.
+        # The positions of the training loop and its callers: an earlier one later on means their next iteration.
         self._reached: dict[CodeType, int] = {}
 
     @property
     def in_sight(self) -> bool:
-        """Whether samples can tell when it is over. What the user declares ends where the user says so."""
+        """Whether samples can show that it is over; one that the user declared ends where the user says so."""
         return not self.declared and (self._model is not None or self._drawing is not None)
 
     def declare(self, on: bool) -> None:
@@ -42,7 +42,7 @@ class Evaluation:
         self.seen += on
 
     def switched(self, model: Any, frame: FrameType | None, loop: frozenset[CodeType] = frozenset()) -> None:
-        """The trained model was switched to evaluation mode, by the function with this frame or by one behind it."""
+        """The trained model was switched to evaluation mode, by this frame or one of its callers."""
         self.where = self.where or line_in(loop, frame)
         self._model, self._drawing = weakref.ref(model), None
         self._switching = function_that_switches(model, frame)
@@ -50,7 +50,7 @@ class Evaluation:
         self.seen += 1
 
     def drew(self, frame: FrameType | None, loop: frozenset[CodeType] = frozenset()) -> None:
-        """A batch was drawn for it, by the function with this frame or by one that called it."""
+        """A batch was drawn for it, by this frame or one of its callers."""
         self.where = self.where or line_in(loop, frame)
         self._drawing = function_that_draws(frame)
         here = positions_in(loop, frame) if self._reached else {}
@@ -78,12 +78,12 @@ class Evaluation:
 
 
 def positions_in(loop: frozenset[CodeType], frame: FrameType | None) -> dict[CodeType, int]:
-    """Where in their bytecode these functions stand; of one that calls itself, the outermost call."""
+    """The bytecode positions of these functions; of one that calls itself, of the outermost call."""
     return {caller.f_code: caller.f_lasti for caller in callers(frame) if caller.f_code in loop}
 
 
 def line_in(loop: frozenset[CodeType], frame: FrameType | None) -> str | None:
-    """The user's line in the innermost of these functions that this frame was called from; None where there is none."""
+    """The user's line in the innermost of these functions among this frame's callers; None where there is none."""
     innermost = next((caller for caller in callers(frame) if caller.f_code in loop), None)
     if innermost is None or owner(innermost.f_code.co_filename) != "user":
         return None
@@ -97,7 +97,7 @@ def function_that_switches(model: Any, frame: FrameType | None) -> CodeType | No
         who = owner(code.co_filename)
         if who == "site":
             return None
-        # Not the model's own ``train`` or ``eval``, which a class may have instead of torch's.
+        # Not the model's own ``train`` or ``eval``: a class may override torch's.
         its_own = code.co_name in ("train", "eval") and caller.f_locals.get(*code.co_varnames[:1] or ("",)) is model
         if who == "user" and not its_own:
             return code
@@ -105,23 +105,17 @@ def function_that_switches(model: Any, frame: FrameType | None) -> CodeType | No
 
 
 def function_that_draws(frame: FrameType | None) -> CodeType | None:
-    """The innermost function of the user's that draws batches here; None where only libraries do.
-
-    A generator only hands batches on: the function that draws from it does something with them.
-    """
+    """The innermost function of the user's, no generator, that draws batches; None where only libraries do."""
     codes = (caller.f_code for caller in callers(frame))
     return next((code for code in codes if owner(code.co_filename) == "user" and not code.co_flags & GENERATOR), None)
 
 
-# --------------------------------------------------------------------------- no validation: rollouts, pseudo-labels
+# --------------------------------------------------------------------------- rollouts, pseudo-labels
 
 
 @dataclass
 class Generation:
-    """Functions that switch the model for a batch that it is then trained on: text for a reward, pseudo-labels.
-
-    A batch has been drawn and waits for its backward, and none is drawn for an evaluation until the model is back.
-    """
+    """Functions that switch the model to make training data, between a batch and its backward: texts, pseudo-labels."""
 
     _seen: dict[CodeType, int] = field(default_factory=dict)
     _under_way: tuple[CodeType, int] | None = None
@@ -141,9 +135,9 @@ class Generation:
                 self._seen[code] = self._seen.get(code, 0) + 1
 
     def is_rollout(self, loaders: LoaderRegistry, module: Any, frame: FrameType) -> bool:
-        """Whether a library switches its model to make what it trains on, as in reinforcement learning.
+        """Whether the model is switched to make training data, as libraries for reinforcement learning do.
 
-        No loader brings anything there. A script of the user's that has none may well validate.
+        There, no loader brings data. A user's script without a loader may well validate.
         """
         code = _switching_code(frame) if self._seen else None
         if code is not None and self._seen.get(code, 0) >= GENERATES_AFTER:

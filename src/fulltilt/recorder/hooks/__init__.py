@@ -1,4 +1,4 @@
-"""Every place where Fulltilt stands in torch's way: which entry point, what is noted there, and how it is put back.
+"""Every patch: which entry point, what is noted there, and how the original is put back.
 
 | entry point                         | noted                                          |
 |-------------------------------------|------------------------------------------------|
@@ -8,7 +8,7 @@
 | _reset, __next__                    | torch's iterators or classes derived from them |
 | iterables of other libraries        | passes and batches (see ``import_watcher``)    |
 | fastai's loaders: __init__          | nothing: settings from outside are put there   |
-| autograd.backward, autograd.grad    | backward, and where the exchange behind begins |
+| autograd.backward, autograd.grad    | backward, and where gradients are exchanged    |
 | optim (global step hooks)           | steps                                          |
 | cuda.CUDAGraph                      | steps that are replays                         |
 | compile, dynamo's callbacks         | compiling, which is start-up                   |
@@ -26,7 +26,7 @@
 | os._exit, os.abort                  | the end of a process that runs no exit handler |
 | sys.excepthook, threading.excepthook | nothing: errors are shown without our frames  |
 
-Everything behaves as before for the caller: same values, same exceptions, same call when nothing is recorded.
+For the caller everything behaves as before: same values, same exceptions, same call when nothing is recorded.
 """
 
 from __future__ import annotations
@@ -55,14 +55,11 @@ class Patches:
         self._undo.append(lambda: setattr(home, name, original) if own else delattr(home, name))
 
     def around(self, home: Any, name: str, call: Callable[..., Any]) -> None:
-        """Have ``call(original, ...)`` called in the place of ``home.name``. It costs a call: not for each step."""
+        """Replace ``home.name`` by ``call(original, ...)``. That costs a call, so not for what runs in each step."""
         self.swap(home, name, lambda original: lambda *args, **kwargs: call(original, *args, **kwargs))
 
     def swap_in_family(self, base: Any, but: str | None = None, **makes: Callable[[Function], Function]) -> None:
-        """Swap these functions wherever a class of this family, there by now or defined later, has its own.
-
-        ``but`` names one that the base itself keeps.
-        """
+        """Swap these functions in a class, ``but`` for one, and in derived classes, also later ones, with their own."""
 
         def swap_own(kind: Any) -> None:
             for name in makes.keys() & vars(kind).keys():
@@ -83,7 +80,7 @@ class Patches:
         self._undo.append(lambda: delattr(base, "__init_subclass__"))
 
     def undo_by(self, undo: Callable[[], None]) -> None:
-        """Remember how something that was put in place otherwise is taken out again."""
+        """Add a function that undoes some other change."""
         self._undo.append(undo)
 
     def restore(self) -> None:
@@ -93,7 +90,7 @@ class Patches:
 
 
 def timed(recorder: Recorder, original: Function, activity: Activity) -> Function:
-    """``original``, marked as ``activity`` while it runs on the training thread outside of any other."""
+    """``original``, marked as ``activity`` while it runs on the training thread outside of any other activity."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not recorder.mine() or recorder.activity is not Activity.USER:

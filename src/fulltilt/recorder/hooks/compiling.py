@@ -1,4 +1,4 @@
-"""Where torch.compile compiles: how long it takes, how often it starts again and why."""
+"""torch.compile: how long it compiles, how often again, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_LINES = 10
 
 
 class CompileHooks:
-    """Marks compiling as start-up, whenever it comes. Dynamo calls its own callbacks around each compilation."""
+    """Marks compiling, by the callbacks that dynamo runs around each compilation."""
 
     def __init__(self, torch: Any, recorder: Recorder) -> None:
         self._torch, self._recorder = torch, recorder
@@ -27,7 +27,7 @@ class CompileHooks:
         self._where = ""
 
     def install(self, patches: Patches) -> None:
-        """Listen from the first torch.compile on: importing dynamo costs seconds, and most jobs never do."""
+        """Wait for the first torch.compile: importing dynamo takes seconds, and most jobs never need it."""
         self._patches = patches
         patches.around(self._torch, "compile", self._compile)
         self._recorder.state.compiling = self.record
@@ -72,7 +72,7 @@ class CompileHooks:
                 if "/torch/" in metrics.co_filename and self._where:  # a module of torch's own
                     spot = self._where, "torch.compile"
                 seconds, times, _ = again.get(spot, (0.0, 0, ""))
-                # "0/1: tensor 'x' size mismatch at index 0. expected 3, actual 4" and, behind it, a stack.
+                # "0/1: tensor 'x' size mismatch at index 0. expected 3, actual 4" and then a stack.
                 words = " ".join(reason.splitlines()[0].split("#")[0].split(": ", 1)[-1].split())
                 again[spot] = (seconds + (metrics.entire_frame_compile_time_s or 0.0), times + 1, words)
         lines = sorted(again.items(), key=lambda item: -item[1][0])[:MOST_LINES]

@@ -14,7 +14,7 @@ from fulltilt.recorder.marks import Activity, Point
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.stacks.frames import users_line
 
-# Methods of a tensor whose answer the host has to wait for, as a user writes them.
+# Tensor methods for whose result the host waits, and how a user writes them.
 READS = {
     "item": ".item()",
     "tolist": ".tolist()",
@@ -26,7 +26,7 @@ READS = {
 }
 ASK_PINNED_FIRST = 8
 ASK_PINNED_EVERY = 64
-# A copy that took the host longer than this did not merely queue itself.
+# A copy that took the host longer than this was not only queued.
 BLOCKED_S = 0.0002
 LARGE_COPY_BYTES = 1 << 20
 
@@ -44,10 +44,10 @@ class DeviceHooks:
         self.watches_copies = False
 
     def install(self, patches: Patches) -> None:
-        """Stand at the tensor's methods that copy, at synchronize, and where a GPU trains at those that wait."""
+        """Patch the tensor methods that copy, synchronize, and where a GPU trains the methods that wait."""
         torch = self._torch
         self._patches = patches
-        # torchvision keeps a set of these very functions from the moment it is imported: then they must stay.
+        # torchvision keeps a set of these functions from its import on: then they must not be replaced.
         self.watches_copies = "torchvision.tv_tensors" not in sys.modules
         if self.watches_copies:
             for name in ("to", "cuda"):
@@ -57,9 +57,9 @@ class DeviceHooks:
             self._watch_reads(patches)
 
     def trains_on_gpu(self) -> None:
-        """The job trains on a GPU: note what it waits for.
+        """The job trains on a GPU: patch the methods that wait for it.
 
-        Not before: a warning of torch's inside float(loss) names the file that made the call, which would be ours.
+        Not before: a warning of torch's inside float(loss) would name our file as the caller.
         """
         if not self._on_gpu and self._patches is not None:
             self._on_gpu = True
@@ -103,7 +103,7 @@ class DeviceHooks:
         return copy
 
     def _wait(self, written: str, original: Function) -> Function:
-        """``original``, which waits for the GPU; a tensor's method does so where the tensor lies there."""
+        """``original``, which waits for the GPU; a tensor method does so only for a tensor on the GPU."""
         recorder, state, torch = self._recorder, self._state, self._torch
 
         def wait(*args: Any, **kwargs: Any) -> Any:
@@ -130,14 +130,14 @@ class DeviceHooks:
 
 
 class GraphHooks:
-    """Learns what of a step each graph holds, and marks that at every replay."""
+    """Learns which parts of a step each graph holds, and marks them at every replay."""
 
     def __init__(self, torch: Any, recorder: Recorder, stepping: StepHooks) -> None:
         self._torch, self._recorder, self._stepping = torch, recorder, stepping
         self._captured: weakref.WeakKeyDictionary[Any, Captured] = weakref.WeakKeyDictionary()
 
     def install(self, patches: Patches) -> None:
-        """Stand where a capture begins and ends, and at replays."""
+        """Patch the begin and end of captures, and replays."""
         graphs = self._torch.cuda.CUDAGraph
         patches.around(graphs, "capture_begin", self._begin)
         patches.around(graphs, "capture_end", self._end)

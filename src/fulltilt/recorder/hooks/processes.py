@@ -1,7 +1,7 @@
-"""Where several processes meet, where one leaves without exit handlers, and where an uncaught error is shown.
+"""Collectives and DDP, os._exit and os.abort, and how uncaught errors are shown.
 
-The record is written before the process leaves as asked. A kill cannot be met. These can, because Python code calls
-them: a handler of SIGTERM, a watchdog, a forked child.
+The record is written before os._exit or os.abort ends the process: a handler of SIGTERM, a watchdog or a forked child
+calls them. A kill cannot be caught.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLLECTIVES = (
 
 
 def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
-    """Mark collectives, and remember replicas, which keep timings of their own."""
+    """Mark collectives, and remember DDP's replicas, which measure themselves."""
 
     def collective(original: Function) -> Function:
         measured = timed(recorder, original, Activity.COMMUNICATION)
@@ -60,7 +60,7 @@ def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
             recorder.state.replicas.append(weakref.ref(replica))
             recorder.state.replicas_where, _ = users_line()
             if replica.device_type == "cpu":
-                # Its default, every 100th step, is right for a GPU, where reading the timers costs a wait.
+                # On a GPU its default, every 100th step, stays: reading the timers there costs a wait.
                 replica._set_ddp_runtime_logging_sample_rate(10)
 
     patches.around(torch.nn.parallel.DistributedDataParallel, "__init__", constructed)
@@ -71,7 +71,7 @@ def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
             patches.swap(torch.distributed, name, collective)
 
 
-# Whoever leaves at once may do so because something hangs, and a lock that is never let go would hang us too.
+# A process may leave at once because something hangs: a lock that is never released must not hang us, too.
 PATIENCE_S = 3.0
 
 
@@ -80,7 +80,7 @@ class ExitHooks:
 
     def __init__(self, recorder: Recorder, write_record: Callable[[int], None]) -> None:
         self._recorder = recorder
-        # Told the status before the process leaves. Where a run is recorded by hand, its folder is closed as well.
+        # Called with the exit status. Where a run is recorded by hand, it also closes the folder.
         self.write_record = write_record
 
     def install(self, patches: Patches) -> None:
@@ -92,7 +92,7 @@ class ExitHooks:
         recorder, code = self._recorder, status[0] if status else -signal.SIGABRT
         if not recorder.active or os.getpid() != recorder.pid:
             return original(*status)  # a loader's worker, or a child that was forked
-        # Whatever happens here, and it may happen inside a signal handler: the process leaves.
+        # Whatever happens here, maybe inside a signal handler, the process leaves.
         with contextlib.suppress(BaseException):
             if recorder.mine():
                 recorder.resume()

@@ -41,16 +41,16 @@ def watch_saving(patches: Patches, torch: Any, recorder: Recorder) -> None:
     patches.around(torch, "save", save)
 
 
-# Activities that a garbage collection interrupts; what holds another one up is that one's affair.
+# A garbage collection is marked within these activities; within another one it is part of that one.
 INTERRUPTED = frozenset({Activity.USER, Activity.BACKWARD, Activity.OPTIMIZER})
 OLDEST = 2  # the generation whose collection walks through every object there is
-# Before, a collection within ast.literal_eval (numpy.load) that calls Python code lets other threads parse meanwhile,
-# and then one of them fails (gh-106905). There, only collections that are asked for are timed.
-TELLS_SAFELY = sys.version_info >= (3, 11, 8)
+# Before 3.11.8, Python code called by a collection within ast.literal_eval (numpy.load) lets other threads parse, and
+# then one of them fails (gh-106905). There, only calls of gc.collect() are timed.
+CALLBACKS_ARE_SAFE = sys.version_info >= (3, 11, 8)
 
 
 def watch_garbage_collector(patches: Patches, recorder: Recorder) -> None:
-    """Time the collections on the training thread; full ones are marked, and asked for ones have their line."""
+    """Time the collections on the training thread; full ones are marked, and those by gc.collect() have its line."""
     totals, asked = recorder.state.garbage, [("", "")]
     began_ns, before = 0, Activity.USER
 
@@ -70,33 +70,33 @@ def watch_garbage_collector(patches: Patches, recorder: Recorder) -> None:
 
     def collect(original: Function, generation: int = OLDEST) -> int:
         asked.append(users_line(recorder.loop_frames.spots) if recorder.mine() else ("", ""))
-        if not TELLS_SAFELY:
+        if not CALLBACKS_ARE_SAFE:
             seen("start", {"generation": generation})
         try:
             return int(original(generation))
         finally:
-            if not TELLS_SAFELY:
+            if not CALLBACKS_ARE_SAFE:
                 seen("stop", {"generation": generation})
             asked.pop()
 
     patches.around(gc, "collect", collect)
-    if TELLS_SAFELY:
+    if CALLBACKS_ARE_SAFE:
         gc.callbacks.append(seen)
         patches.undo_by(lambda: gc.callbacks.remove(seen))
 
 
 ASK_REPLICAS_EVERY = 16
-# Where an optimizer or backward() follows, it does with the first batch.
+# After gradients for so many batches without an optimizer or backward(), there will be none.
 GRADIENTS_ALONE = 3
 # An early step, but not the first: some optimizers make their states later.
 ASK_MEMORY_AT = 3
-# Going through them takes one to three microseconds each, once: a tenth of what they take themselves, or less.
+# Counting takes one to three microseconds each, once: at most a tenth of what the operations take.
 MOST_OPERATIONS = 100_000
 
 
 @dataclass
 class Captured:
-    """What of a step a CUDA graph holds."""
+    """The parts of a step that a CUDA graph holds."""
 
     backwards: int = 0
     optimizers: list[weakref.ref[Any]] = field(default_factory=list)
@@ -191,10 +191,10 @@ class StepHooks:
         return backward
 
     def _mark_exchange(self, args: tuple[Any, ...]) -> None:
-        """Mark where autograd's own work ends: behind it DDP and FSDP wait for the exchange of gradients.
+        """Mark where autograd's own work ends: then DDP and FSDP wait for the exchange of gradients.
 
-        They ask autograd to be called at the end of the pass, as we do, and those who ask first are called first. On a
-        GPU the host does not wait there.
+        They queue callbacks for the end of backward, as we do, and callbacks run in the order queued. On a GPU the host
+        does not wait there.
         """
         recorder, state = self._recorder, self._state
         if state.world_size < 2 or recorder.clock is not None:
@@ -231,21 +231,21 @@ class StepHooks:
         return grad
 
     def _update_by_hand(self) -> None:
-        """Gradients were asked for, and there has been no backward() and no optimizer: once a batch, it is a step."""
+        """torch.autograd.grad ran, and there has been no backward() and no optimizer: once a batch, that is a step."""
         drawn = sum(stats.batches for stats in self._loaders.all)
         if drawn > self._drawn_before:
             self._drawn_before = drawn
             self._alone += 1
             if self._alone == GRADIENTS_ALONE:
-                for _ in range(GRADIENTS_ALONE - 1):  # now it is known, and those before are made up for
+                for _ in range(GRADIENTS_ALONE - 1):  # the steps before, which were not counted
                     self._stand_in_for_backward()
             if self._alone >= GRADIENTS_ALONE:
                 self._stand_in_for_backward()
 
     def _trains_here(self) -> bool:
-        """Whether this thread trains: the one that calls backward, or one of autograd's that runs it with its hooks.
+        """Whether this thread trains: the one that calls backward, or one of autograd's own that runs it and its hooks.
 
-        Such a thread is none of Python's, and the training thread waits for it.
+        Python does not know autograd's threads, and the training thread waits for them.
         """
         recorder = self._recorder
         if recorder.mine():
@@ -261,7 +261,7 @@ class StepHooks:
         self._loaders.trained()
 
     def _stand_in_for_backward(self) -> None:
-        """Gradients that backward() has not made (torch.autograd.grad, torch.func, none at all) train as well."""
+        """Count a backward for gradients made otherwise (torch.autograd.grad, torch.func, by hand)."""
         self._trains()
         self._recorder.switch(self._recorder.activity, BackwardBegan())
         self._recorder.switch(self._recorder.activity, BackwardEnded())
@@ -279,11 +279,11 @@ class StepHooks:
             recorder.adopt()
         key = id(optimizer)
         if key not in self._state.optimizers:
-            self._meet(optimizer)
+            self._add_optimizer(optimizer)
         if key in self._stepping:
             self._stepping.clear()  # the last step of this optimizer ended in an exception
         self._stepping.append(key)
-        # A closure holds the whole step (LBFGS, Lightning): its code is the user's, and only samples can tell it apart.
+        # A closure holds the whole step (LBFGS, Lightning): its code is the user's, which only samples can split.
         if len(self._stepping) == 1 and not any(callable(given) for given in (*args[1:], *kwargs.values())):
             recorder.switch(Activity.OPTIMIZER)
 
@@ -303,7 +303,7 @@ class StepHooks:
             return  # an optimizer inside another one: the outer one's step is the step
         if not self._calls_backward:
             if not _has_gradients(optimizer):
-                recorder.switch(Activity.USER)  # it changes nothing: some scripts please a scheduler's check with it
+                recorder.switch(Activity.USER)  # it changes nothing: some scripts do that for a scheduler's check
                 return
             self._stand_in_for_backward()
         self._stepped(id(optimizer), skipped=False)
@@ -315,26 +315,26 @@ class StepHooks:
         self._steps_inside = self._steps_inside or self._around_steps is Activity.BACKWARD
         recorder.calibration.under_way = False
         if recorder.activity is Activity.USER:
-            recorder.switch(Activity.OPTIMIZER)  # after a closure, too, what follows comes behind a step
+            recorder.switch(Activity.OPTIMIZER)  # after a closure, too, what follows comes after a step
         recorder.switch(self._around_steps, OptimizerStepped(key, skipped), Point.STEP)
         if not self._loaders.all:
             recorder.calibrate_if_asked(Point.BATCH)
         if self._state.replicas and _asks_replicas(self._state.optimizer_calls):
             self._state.read_communication()
         if self._state.memory is None and self._state.optimizer_calls >= ASK_MEMORY_AT:
-            self._weigh()
+            self._measure_memory()
         recorder.stepped()
 
-    def _weigh(self) -> None:
-        """Ask for the memory by part at the end of a step, when the gradients still lie there."""
+    def _measure_memory(self) -> None:
+        """Measure the memory by part at the end of a step, while the gradients are there."""
         known = [optimizer for reference in self._known if (optimizer := reference()) is not None]
         try:
             self._state.memory = memory_parts(self._torch, known, self._recorder.clock is not None)
-        except Exception as error:  # an optimizer of another shape is no reason to stop anybody's training
+        except Exception as error:  # an unusual optimizer must not stop the training
             self._state.memory = MemoryRecord(0, 0, 0, 0)
             self._state.remark(f"memory by part: {type(error).__name__}: {error}")
 
-    def _meet(self, optimizer: Any) -> None:
+    def _add_optimizer(self, optimizer: Any) -> None:
         """The first step of an optimizer: note what it trains and on which device."""
         self._recorder.ensure_started()
         self._state.learn_rank()
@@ -438,12 +438,12 @@ def _number(value: Any) -> float | None:
 
 
 def _asks_replicas(calls: int) -> bool:
-    """Early too: what is known from the second step on is known of nearly all of a short run."""
+    """Early too, for short runs."""
     return calls % ASK_REPLICAS_EVERY == 0 or (1 < calls < ASK_REPLICAS_EVERY and calls & (calls - 1) == 0)
 
 
 def count_operations(roots: Iterable[Any]) -> int:
-    """How many operations autograd goes back through from these tensors, at most MOST_OPERATIONS."""
+    """How many operations backward goes through from these tensors, at most MOST_OPERATIONS."""
     left = [function for root in roots if (function := getattr(root, "grad_fn", None)) is not None]
     seen = set(left)
     while left and len(seen) < MOST_OPERATIONS:

@@ -1,7 +1,4 @@
-"""What is in a batch, whatever its structure: how many samples, how many bytes, how much of it padding.
-
-And how the HDF5 data sets are stored that it may be read from.
-"""
+"""What is in a batch, whatever its structure: samples, bytes, padding; and how open HDF5 data sets are stored."""
 
 from __future__ import annotations
 
@@ -17,16 +14,16 @@ from fulltilt.figures import size
 DEEPEST = 4
 WIDEST = 64
 NUMBERS = (int, float)
-# Rows of numbers are texts if they are so long and hold so many different ones: labels and one-hot codes do not.
+# Rows of numbers are texts if they are this long and hold this many different ones, unlike labels and one-hot codes.
 SHORTEST_TEXT, LONGEST_TEXT, FEWEST_TOKENS = 8, 1 << 16, 32
-SOME_ROWS, SOME_TOKENS = 32, 64  # are enough to tell by
+SOME_ROWS, SOME_TOKENS = 32, 64  # are enough to judge by
 
 
 def count_samples(batch: Any, hint: int | None = None, last: int | None = None) -> int | None:
-    """The number of samples in a batch; None when its structure tells nothing.
+    """The number of samples in a batch; None when its structure does not show it.
 
-    ``hint`` is how many indices the sampler asked for, ``last`` for how many in the last batch of a pass. They only
-    choose between counts that the batch itself shows.
+    ``hint`` is the number of indices that the sampler asked for, ``last`` the number for the last batch of a pass. They
+    only choose between counts that the batch itself shows.
     """
     # The common case first, since this runs for every batch: columns in a tuple, a list or a dict.
     kind = type(batch)
@@ -49,10 +46,7 @@ def count_samples(batch: Any, hint: int | None = None, last: int | None = None) 
 
 
 def _is_one_sample(shapes: Sequence[Any]) -> bool:
-    """Whether these are of the parts of one sample, drawn without batching.
-
-    A batch has a dimension for its samples in every part, and a vector alone would be a batch of single numbers.
-    """
+    """Whether these are the shapes of one sample, drawn without batching: not all parts have the same first size."""
     firsts = [shape[0] for shape in shapes if shape]
     if () in shapes:
         return 0 < len(firsts) == len(set(firsts))
@@ -106,7 +100,7 @@ def count_bytes(batch: Any) -> int:
 
 
 def kind_of(batch: Any) -> str:
-    """In one word what the training thread receives: tensor, numpy or objects, and the container around it."""
+    """What the training thread receives: tensor, numpy or objects, and the container around it."""
     kinds = {_kind(leaf) for leaf in _leaves(batch, DEEPEST)}
     inside = "numpy" if "numpy" in kinds else "tensor" if "tensor" in kinds else "objects"
     if isinstance(batch, Mapping):
@@ -130,9 +124,9 @@ def _kind(value: Any) -> str:
 
 
 def padding_share(batch: Any) -> float | None:
-    """The share of padding in a batch of texts on the host; None where it holds none.
+    """The share of padding in a batch of texts on the host; None where it holds no texts.
 
-    From its attention mask, else from the numbers of tokens: rows that end in runs of one number, of unlike length.
+    By its attention mask, or else by rows of token numbers that end in runs of one number, of different lengths.
     """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is None:
@@ -167,23 +161,23 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def compressed_chunks() -> str | None:
-    """How the HDF5 data set with the largest chunks is stored among those of open files, where it is compressed.
+    """How the compressed HDF5 data set with the largest chunks in open files is stored; None where there is none.
 
-    On the thread that fetches: HDF5 lets one at a time in, and the observer would wait for a read.
+    Call it on the thread that fetches: HDF5 has one lock, and the observer would wait for a read.
     """
     h5py = sys.modules.get("h5py")
-    told, most = None, 0
-    with contextlib.suppress(Exception):  # what cannot be told is left out
+    words, most = None, 0
+    with contextlib.suppress(Exception):  # what cannot be read is left out
         for found in _open_hdf5(h5py) if h5py is not None else ():
             bytes_ = found.dtype.itemsize * math.prod(found.chunks or (0,))
             if bytes_ > most and found.chunks[0] > 1 and found.id.get_create_plist().get_nfilters():
                 shape, kind = " × ".join(map(str, found.chunks)), found.compression or "compressed"
-                told, most = f'"{found.name.lstrip("/")}": {kind}, chunks of {shape}, {size(bytes_)}', bytes_
-    return told
+                words, most = f'"{found.name.lstrip("/")}": {kind}, chunks of {shape}, {size(bytes_)}', bytes_
+    return words
 
 
 def _open_hdf5(h5py: Any) -> list[Any]:
-    """The HDF5 data sets that are open in this process; where there are none, the first in open files."""
+    """The open HDF5 data sets of this process; where there are none, the first ones in open files."""
     open_ids, kinds = h5py.h5f.get_obj_ids, h5py.h5f
     found = [h5py.Dataset(one) for one in open_ids(types=kinds.OBJ_DATASET)]
     for one in () if found else open_ids(types=kinds.OBJ_FILE):

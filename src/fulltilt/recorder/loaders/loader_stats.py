@@ -14,15 +14,15 @@ from fulltilt.recorder.loaders.batches import compressed_chunks, count_bytes, ki
 from fulltilt.recorder.stacks.frames import LineTimes
 from fulltilt.records import LoaderRecord
 
-# A batch's size and padding are measured on the first few batches and then on every so many.
+# A batch's size and padding are measured on the first few batches, and then at this interval.
 INSPECT_FIRST = 4
 INSPECT_EVERY = 32
 MOST_SHAPES = 64
 # Workers send a message every half second, and when they end: for so long, messages of the pass before still arrive.
 LAST_MESSAGES_S = 0.45
-# Draws by which it is judged whether a loader's source works ahead of the training: the latest, and at least so many.
+# The latest draws, and at least so many, show whether a loader's source works ahead of the training.
 LATEST_DRAWS, FEWEST_DRAWS = 512, 16
-# What a data set may keep of its samples; fewer objects than this take no memory to speak of.
+# Where a data set may keep its samples; fewer objects than this take hardly any memory.
 COLLECTIONS, MANY_OBJECTS = (list, tuple, dict, set), 10_000
 
 
@@ -36,7 +36,7 @@ class LoaderStats:
     given: tuple[str, ...] = ()
     described: dict[str, Any] = field(default_factory=dict)
     asked_for: int | None = None  # indices in each request, where there is no batch size: 1 without batching
-    last_batch_size: int | None = None  # of a pass; None where it is no smaller, or nothing tells
+    last_batch_size: int | None = None  # of a pass; None where it is full, or unknown
     eval_batches: int = 0
     passes: int = 0
     in_pass: bool = False
@@ -149,10 +149,10 @@ class LoaderStats:
 
 
 def wait_slope(draws: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """How the wait for a batch changes with each second of pause before it, and three standard errors of that.
+    """How the wait for a batch changes with each second between the draws, and three standard errors of that.
 
-    By the differences between one draw and the next: a job that slows down has longer pauses and longer waits. None
-    where there are too few; long pauses (a validation) say nothing of usual ones.
+    By differences from draw to draw: a job that slows down has both longer pauses and longer waits. None where there
+    are too few draws; long pauses (a validation) do not count.
     """
     usual_s = 2 * median(pause_s for pause_s, _ in draws) if draws else 0.0
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(draws) if max(a[0], b[0]) <= usual_s]
@@ -166,7 +166,7 @@ def wait_slope(draws: Sequence[tuple[float, float]]) -> tuple[float, float] | No
 
 def describe(loader: Any) -> dict[str, Any]:
     """The arguments in force of a DataLoader, or of an object in place of one, as plain values."""
-    public = getattr(loader, "d", loader)  # fastai gives torch's iterators a stand-in; the loader is behind it
+    public = getattr(loader, "d", loader)  # fastai gives torch's iterators a wrapper of its loader
     dataset, sampler = public.dataset, getattr(loader, "sampler", None)
     shuffle = {"RandomSampler": True, "SequentialSampler": False}.get(type(sampler).__name__)
     context: Any = getattr(loader, "multiprocessing_context", None)

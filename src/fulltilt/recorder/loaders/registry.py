@@ -250,14 +250,14 @@ def _count_pickled(stats: LoaderStats, dump: Callable[..., Any], obj: Any, file:
 
 # --------------------------------------------------------------------------- iterators
 
-# Reading a thread's CPU clock is a system call: done for the first batches and then for every so many.
+# Reading a thread's CPU clock is a system call: done for the first batches, and then at this interval.
 TIME_CPU_FIRST = 64
 TIME_CPU_EVERY = 8
 WAITS = {False: WaitBegan(False), True: WaitBegan(True)}
 
 
 class BatchTimer:
-    """Measures every draw from one iterator. One that ``defers`` leaves it to a DataLoader inside, if there is one."""
+    """Measures every draw from one iterator; one that ``defers`` leaves that to a DataLoader inside of it."""
 
     defers = passes_on = False
 
@@ -326,7 +326,7 @@ class BatchTimer:
             )
             raise
         except BaseException:
-            # Often Ctrl-C, because nothing comes any more: that wait is the loader's, too, and costs no CPU time.
+            # Often Ctrl-C, because no batch comes any more: that wait, too, is the loader's.
             cpu_s = time.thread_time() - cpu if timed else 0.0
             self._note_wait(first and workers > 0, time.perf_counter() - began, cpu_s)
             recorder.switch(before)
@@ -353,7 +353,7 @@ class BatchTimer:
         return batch
 
     def _ended_in_pause(self, began_ns: int, ended_ns: int, source: Any, exhausted: bool) -> None:
-        """The pass has ended, or the wait by an exception: then it is the loader's, and cost no CPU time."""
+        """The pass has ended, or an exception the wait, which is then the loader's and took no CPU time."""
         stats, recorder = self._stats, self._loaders.recorder
         wait_s, workers = (ended_ns - began_ns) * 1e-9, _workers(source)
         if ended_ns - began_ns > LONG_WAIT_NS:
@@ -396,10 +396,7 @@ class BatchTimer:
         return count_samples(batch, stats.described.get("batch_size") or stats.asked_for, stats.last_batch_size)
 
     def _from_another_thread(self, source: Any, next_batch: Callable[[Any], Any]) -> Any:
-        """A prefetching thread of the user's draws: count the batch, but the training thread did not wait for it.
-
-        One that evaluates beside the training takes none of its time.
-        """
+        """A prefetching thread of the user's draws: count the batch, for which the training thread did not wait."""
         batch, recorder = next_batch(source), self._loaders.recorder
         if recorder.active:
             samples = self._count(batch)

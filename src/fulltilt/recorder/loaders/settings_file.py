@@ -18,7 +18,7 @@ from fulltilt.records import MOST_OF_A_SETTING, Settings
 
 SAME_MATH = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "torch_threads", "start_method")
 
-# Beside the settings: the line (file:line) of the loader that they are for. `fulltilt tune` writes it.
+# The key for the line (file:line) of the loader that the settings are for. `fulltilt tune` writes it.
 LOADER = "loader"
 
 
@@ -107,7 +107,7 @@ class LoaderOverride:
 
 
 def looks_like_training(given: dict[str, Any]) -> bool:
-    """Whether a loader looks like a training loader: it shuffles, or draws in an order of its own."""
+    """Whether a loader looks like a training loader: it shuffles, or has a sampler of its own."""
     dataset = given.get("dataset")
     streams = any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
     return bool(given.get("shuffle") or given.get("sampler") or given.get("batch_sampler") or streams)

@@ -1,8 +1,8 @@
 """Inside a loader worker: what fetching costs, in CPU and in waiting, and on which lines.
 
-The training process replaces torch's worker loop by :func:`run_worker`, which runs the original loop with a clock
-around each fetch and a light stack sampler beside it. Figures go to the recorder in datagrams, two a second, through a
-socket that only workers inherit: no file, no name, no lock, and a worker that dies loses at most its last moment.
+The training process replaces torch's worker loop by :func:`run_worker`, which runs the original loop with a timer
+around each fetch and a stack sampler on another thread. Figures go to the recorder in datagrams, two a second, through
+a socket that only workers inherit: no file, no name, no lock, and a worker that dies loses at most half a second.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 500, 0.02
 SAMPLE_EVERY_S = 0.1
 SEND_EVERY_S = 0.5
 LARGEST_DATAGRAM = 65_536
-QUEUE_BYTES = 1 << 20  # what many workers that end together tell at once
-MOST_PASSES = 16  # whose reads are told apart
+QUEUE_BYTES = 1 << 20  # many workers may end together
+MOST_PASSES = 16  # whose reads are counted separately
 STEADY = 0.5  # growth is steady where its rate has not fallen by more than half
-# Where a worker's files lie is told when so many have been seen, or after so many looks.
+# The storage of a worker's files is reported once this many have been seen, or after this many looks.
 ENOUGH_FILES, LOOKS_FOR_FILES = 8, 100
 NO_DATA = ("/proc/", "/sys/", sys.prefix, sys.base_prefix)
 
 
 # The worker loops by the module that holds them. A forked worker inherits them from here; a spawned one imports them.
 plain_loops: dict[str, Callable[..., None]] = {}
-# The recorder of this process: a spawned worker, too, attached itself like any Python process, and trains nothing.
+# The recorder of this process. A spawned worker has one, too: it attaches itself like any Python process.
 own_recorder: Any = None
 
 
 def home_of_loop(module: str) -> Any:
-    """The module in which iterators of this one find the loop of their workers: torch's, unless they have their own."""
+    """The module whose worker loop the iterators of ``module`` use: torch's, unless it has its own."""
     own = sys.modules.get(module)
     return own if hasattr(own, "_worker_loop") else importlib.import_module("torch.utils.data._utils.worker")
 
@@ -66,10 +66,10 @@ class MemoryReading:
 
 @dataclass
 class WorkerMessage:
-    """What one worker did so far, so that only its last message counts. ``lines`` are those since the one before.
+    """What one worker did so far: only its last message counts. ``lines`` are those since the message before.
 
-    ``read_bytes`` (from storage) and ``reads`` (calls, of whatever). ``memory`` holds the last three readings; ``cpus``
-    are those that it may run on. ``data`` is told once: where its files lie.
+    ``read_bytes`` are from storage, ``reads`` are calls. ``memory`` holds the last three readings, ``cpus`` are those
+    that it may run on. ``data``, the storage of its files, is sent once.
     """
 
     loader: int
@@ -99,7 +99,7 @@ class Mailbox:
         self._sending: socket.socket | None = None
 
     def opened(self) -> socket.socket | None:
-        """The end for workers, made when the first ones start; None where the system gives none."""
+        """The end for workers, made when the first ones start; None where the system has no such sockets."""
         if self._sending is None:
             with contextlib.suppress(OSError):
                 self._receiving, self._sending = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -115,10 +115,10 @@ class Mailbox:
                 data = self._receiving.recv(LARGEST_DATAGRAM)
             except (BlockingIOError, InterruptedError, OSError):
                 return
-            yield pickle.loads(data)  # nobody but the job's own processes can have sent it
+            yield pickle.loads(data)  # only the job's own processes can have sent it
 
 
-# Seconds of the fetching thread: on the wall, of the CPU, and in the CPU's queue (0.0 where nobody says).
+# Seconds of the fetching thread: wall time, CPU time, and waiting for a CPU (0.0 where unknown).
 Clocks = tuple[float, float, float]
 
 
@@ -127,11 +127,11 @@ def _plus(spent: Clocks, began: Clocks, ended: Clocks) -> Clocks:
 
 
 class FetchTimer:
-    """Adds up what this worker's fetches cost and sends it off now and then."""
+    """Adds up what this worker's fetches cost, and sends it to the recorder."""
 
     def __init__(self, mailbox: socket.socket, loader_id: int, in_pass: int = 0) -> None:
         self._socket = mailbox
-        self._told = WorkerMessage(loader_id, os.getpid(), in_pass)
+        self._message = WorkerMessage(loader_id, os.getpid(), in_pass)
         self._lines = LineTimes()
         self._began_s = self._last_sample = time.perf_counter()
         self._cpu_before_s = time.process_time()
@@ -140,7 +140,7 @@ class FetchTimer:
         self._cpu_clock = cpu_clock(self._thread_native)
         self._under_way: Clocks | None = None  # when the fetch under way began
         self._spent: Clocks = (0.0, 0.0, 0.0)
-        self._messages = 0
+        self._sent = 0
         self._files = FilesRead()
 
     def fetch(self, original: Callable[..., Any], *args: Any) -> Any:
@@ -148,9 +148,9 @@ class FetchTimer:
         began = self._under_way = self._clocks()
         try:
             batch = original(*args)
-            self._told.batches += 1
-            if self._told.batches == 1:  # a data set opens its files as it is asked
-                self._told.chunks = compressed_chunks()
+            self._message.batches += 1
+            if self._message.batches == 1:  # a data set opens its files as it is asked
+                self._message.chunks = compressed_chunks()
             return batch
         finally:
             self._spent, self._under_way = _plus(self._spent, began, self._clocks()), None
@@ -160,7 +160,7 @@ class FetchTimer:
         return time.perf_counter(), cpu_s, run_delay_s(self._thread_native) or 0.0
 
     def observe(self, stop: threading.Event) -> None:
-        """The sampler beside the loop, on a thread of its own."""
+        """Sample the worker's stack; runs on a thread of its own."""
         wake_on_time()
         lock_turns = LockTurns()
         lock_turns.share()
@@ -183,47 +183,47 @@ class FetchTimer:
                     next_send = now + SEND_EVERY_S
                     lock_turns.share()
                     self.send()
-            except Exception:  # the worker is the user's, and its output too: the next look may tell
+            except Exception:  # nothing of ours may end or disturb the user's worker
                 if os.environ.get("FULLTILT_DEBUG"):
                     raise
             every_s = lock_turns.every_s(EARLY_SAMPLE_EVERY_S if sampled < EARLY_SAMPLES else SAMPLE_EVERY_S)
             lock_turns.begin_wait(self._cpu_clock)
 
     def _look_at_memory(self) -> None:
-        """Ask for the memory at every doubling of the messages: the kernel walks all pages for it."""
-        self._messages += 1
-        if self._messages & (self._messages - 1):
+        """Read the memory whenever the number of messages has doubled: the kernel walks all pages for it."""
+        self._sent += 1
+        if self._sent & (self._sent - 1):
             return
         from fulltilt.probes.host import page_totals, proportional_bytes
 
-        told = self._told
-        told.pss_bytes = max(proportional_bytes(told.pid), told.pss_bytes or 0)
+        message = self._message
+        message.pss_bytes = max(proportional_bytes(message.pid), message.pss_bytes or 0)
         with contextlib.suppress(OSError, KeyError):
-            pages = page_totals(told.pid)
+            pages = page_totals(message.pid)
             private = pages["Private_Clean"] + pages["Private_Dirty"]
-            reading = MemoryReading(time.monotonic(), private, pages["Rss"] - private, told.batches)
-            told.memory = (*told.memory[-2:], reading)
+            reading = MemoryReading(time.monotonic(), private, pages["Rss"] - private, message.batches)
+            message.memory = (*message.memory[-2:], reading)
 
     def send(self) -> None:
-        """Tell the recorder what happened so far, with a fetch that is under way: one may never end."""
+        """Send what happened so far, with the fetch under way, which may never end."""
         self._look_at_memory()
         spent, under_way = self._spent, self._under_way  # in this order: a fetch that ends meanwhile counts once
         if under_way is not None:
             spent = _plus(spent, under_way, self._clocks())
-        told = self._told
-        told.fetch_s, told.fetch_cpu_s, waited_s = spent
-        told.cpu_wait_s = waited_s if run_delay_s(self._thread_native) is not None else None
-        told.idle_s = max(0.0, time.perf_counter() - self._began_s - told.fetch_s)
-        told.process_cpu_s = time.process_time() - self._cpu_before_s
-        told.read_bytes, told.reads = _read_so_far()
-        told.cpus = allowed_cpus()
-        told.lines, told.data = self._lines.take(), self._files.take()
+        message = self._message
+        message.fetch_s, message.fetch_cpu_s, waited_s = spent
+        message.cpu_wait_s = waited_s if run_delay_s(self._thread_native) is not None else None
+        message.idle_s = max(0.0, time.perf_counter() - self._began_s - message.fetch_s)
+        message.process_cpu_s = time.process_time() - self._cpu_before_s
+        message.read_bytes, message.reads = _read_so_far()
+        message.cpus = allowed_cpus()
+        message.lines, message.data = self._lines.take(), self._files.take()
         with contextlib.suppress(OSError):
-            self._socket.send(pickle.dumps(told))
+            self._socket.send(pickle.dumps(message))
 
 
 class FilesRead:
-    """Finds out where the files lie that this worker reads: which it has open for reading when it is looked at."""
+    """Finds the storage of the files that this worker reads, by those that it has open now and then."""
 
     def __init__(self) -> None:
         self._folders: list[str] = []
@@ -241,7 +241,7 @@ class FilesRead:
             self._folders += {str(Path(path).parent) for path in read if not path.startswith(NO_DATA)}
 
     def take(self) -> StorageReading | None:
-        """What the files lie on; None where none was seen yet, and once it has been told."""
+        """The storage of the files, once; None as long as too few were seen, and afterwards."""
         if not self._folders or (self._looks and len(self._folders) < ENOUGH_FILES):
             return None
         self._looks = 0
@@ -249,13 +249,13 @@ class FilesRead:
 
         shared, common = os.path.commonpath(self._folders), Counter(self._folders).most_common(1)[0][0]
         self._folders = []
-        with contextlib.suppress(Exception):  # the worker is the user's: what cannot be told is left out
+        with contextlib.suppress(Exception):  # what cannot be found is left out
             return place_of(shared if shared != os.path.sep else common)
         return None
 
 
 def _read_so_far() -> tuple[int | None, int | None]:
-    """Bytes that this process has had to fetch from storage, and its calls to read; None where nobody says."""
+    """Bytes that this process has read from storage, and its calls to read; None where unknown."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:  # noqa: PTH123 - small and plain
             totals = dict(line.split() for line in file)
@@ -265,7 +265,7 @@ def _read_so_far() -> tuple[int | None, int | None]:
 
 
 def run_delay_s(thread: int) -> float | None:
-    """Seconds that a thread of this process was ready to run and waited for a CPU; None where nobody says."""
+    """Seconds that a thread of this process waited for a CPU; None where unknown."""
     times = cpu_times_s(thread)
     return None if times is None else times[1]
 
@@ -276,7 +276,7 @@ def allowed_cpus() -> tuple[int, ...]:
 
 
 def run_worker(mailbox: socket.socket, loader_id: int, in_pass: int, home: str, *args: Any) -> None:
-    """The worker loop of ``home`` with a timer around each fetch. A timer that fails leaves the loop as it is."""
+    """Run the worker loop of ``home`` with a timer around each fetch; just the loop where that fails."""
     original = plain_loops.get(home) or importlib.import_module(home)._worker_loop
     if own_recorder is not None:
         own_recorder.active = False
@@ -318,17 +318,17 @@ def _measure_fetches(timer: FetchTimer) -> None:
         kind.fetch = fetch
 
 
-# Workers whose last message is kept by itself. A job with workers of its own for each pass has very many of them, and
-# in time others get their numbers.
+# How many workers' last messages are kept. A job that starts new workers for each pass has very many of them, and pids
+# are used again.
 MOST_WORKERS = 512
 SUMMED = ("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes", "reads")
 
 
 class WorkerTotals:
-    """What the workers of one loader told so far: sums over all of them, and the last message of each."""
+    """The workers of one loader so far: sums over all of them, and the last message of each."""
 
     def __init__(self) -> None:
-        self.last: dict[int, WorkerMessage] = {}  # whoever told something last is the last
+        self.last: dict[int, WorkerMessage] = {}  # in the order of arrival
         self._processes = 0
         self._sums: dict[str, Any] = {**dict.fromkeys(SUMMED), "batches": 0}
         self._read_in_pass: dict[int, int] = {}
@@ -338,7 +338,7 @@ class WorkerTotals:
         self._growth = LineGrowth(self._lines)
 
     def add(self, message: WorkerMessage, in_pass: int = 0) -> None:
-        """Take one message of a worker, which came in this pass."""
+        """Add a worker's message about this pass."""
         before = self.last.pop(message.pid, None)
         self._processes += before is None
         fresh = {name: _difference(getattr(message, name), getattr(before, name, None)) for name in SUMMED}
@@ -376,17 +376,17 @@ class WorkerTotals:
         )
 
     def _memory_growth(self) -> MemoryGrowthRecord | None:
-        """How private memory grew in the later half of the workers' lives; None where it did not, or falls off."""
+        """How private memory grew in the later half of the workers' lives; None where it did not, or ever less."""
         grown = []
         for message in self.last.values():
             if len(message.memory) == 3:
                 first, middle, last = message.memory
-                # What is only filled in the beginning (imports, buffers) grows ever slower.
+                # What is only filled at the beginning (imports, buffers) grows ever more slowly.
                 earlier = (middle.private_bytes - first.private_bytes) / max(middle.at_s - first.at_s, 1e-9)
                 size, over_s = last.private_bytes - middle.private_bytes, last.at_s - middle.at_s
                 if size <= 0 or size / max(over_s, 1e-9) < STEADY * earlier:
                     size = 0
-                # Pages that were the parent's, too, and are written to become the worker's own.
+                # Pages shared with the parent become the worker's own when they are written.
                 copied = max(middle.shared_bytes - last.shared_bytes, 0)
                 grown.append((over_s, size, last.batches - middle.batches, copied, last.shared_bytes))
         if not any(size for _, size, *_ in grown):
@@ -396,5 +396,5 @@ class WorkerTotals:
 
 
 def _difference(now: float | None, before: float | None) -> float | None:
-    """What a worker has done since its message before; None where nobody knows."""
+    """What a worker has done since its message before; None where unknown."""
     return None if now is None else now - (before or 0)

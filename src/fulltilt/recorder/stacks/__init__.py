@@ -1,1 +1,1 @@
-"""What the training thread is at, seen by samples of its Python stack."""
+"""Samples of a thread's Python stack, and what they show."""

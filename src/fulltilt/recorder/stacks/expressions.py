@@ -1,9 +1,9 @@
-"""The source text behind a position in bytecode, and whose C code runs there: torch's or the host's.
+"""The source text of a position in bytecode, and whose C code runs there: torch's or the host's.
 
-It is told from the source and from what the module's global names stand for. A frame's locals are never read: before
-Python 3.13 that leaves a copy of them all behind, which keeps a step's tensors alive until the function returns. Nor is
-`ast` used: in Python 3.11 two threads cannot parse at a time, and the job's own thread would fail ("AST constructor
-recursion depth mismatch" in ast.literal_eval, which numpy.load calls).
+That is judged by the source and by the module's global names. A frame's locals are never read: before Python 3.13 that
+makes a copy of all of them, which keeps a step's tensors alive until the function returns. Nor is `ast` used: in Python
+3.11 two threads cannot parse at a time, and the job's own thread would fail ("AST constructor recursion depth mismatch"
+in ast.literal_eval, which numpy.load calls).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 # Of a statement with a body (the loop itself), the first line says enough.
 BODY = re.compile(r"(async |for |while |with |if |try:|def |class )")
-# A quotation mark behind the # may end a string that it stands in.
+# A # before a quotation mark may be inside of a string.
 COMMENT = re.compile(r"\s+#[^'\"]*$")
 LONGEST = 200
 MOST_LINES = 20
@@ -49,10 +49,10 @@ def expression_at(code: CodeType, position: int) -> str | None:
 
 @lru_cache(REMEMBERED)
 def shown_at(code: CodeType, position: int) -> str | None:
-    """The source text that tells a reader what happens at a position: a name alone (one stored to) tells nothing.
+    """The source text at a position, for a reader: the whole line where it is a name alone.
 
-    Of a turn of a loop, the loop: a thread that runs Python code alone gives up the lock there, so that samples of the
-    whole body meet it between two turns.
+    Where a loop jumps back, the head of the loop: a thread that runs only Python code releases the lock there, so that
+    samples of the whole body fall on the jump.
     """
     text = expression_at(code, position)
     if text is not None and (text.isidentifier() or position in _turns(code)):
@@ -78,9 +78,9 @@ def _spans(code: CodeType) -> list[Span]:
 
 @lru_cache(REMEMBERED)
 def _turns(code: CodeType) -> dict[int, int]:
-    """The jumps back to the head of a loop, each with the position of what stands there.
+    """The jumps back to the head of a loop, each with the position of that head.
 
-    In Python 3.11 the jump itself has the line of what was done last, or none.
+    In Python 3.11 the jump itself has the line of the last statement, or none.
     """
     steps = _steps(code)
     jumps = [step for step in steps.values() if "JUMP_BACKWARD" in step.opname]
@@ -105,7 +105,7 @@ Names = Mapping[str, Any]
 
 # Tensor methods whose time is the host's: they bring values over to Python.
 TO_PYTHON = frozenset({"tolist", "numpy", "item", "__array__"})
-# Functions of torch's that walk through lists and numbers of Python's: slow, and no computation.
+# Functions of torch's that read Python lists and numbers: slow, and no computation.
 FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "Tensor", "FloatTensor", "LongTensor"})
 # Libraries with operators and methods like torch's.
 ARRAYS = frozenset({"numpy", "pandas", "scipy", "polars", "sklearn", "cv2", "PIL", "skimage"})
@@ -121,7 +121,7 @@ _works: dict[tuple[CodeType, str, int], Work | None] = {}
 
 
 def work_at(code: CodeType, position: int, names: Names) -> Work | None:
-    """Whose C code is called at this very position; None when nothing tells. ``names`` are the module's globals."""
+    """Whose C code is called at this position; None when unknown. ``names`` are the module's globals."""
     key = (code, code.co_filename, position)  # equal code of two files is equal
     if key not in _works:
         if len(_works) >= REMEMBERED:
@@ -154,9 +154,9 @@ def _own_names(code: CodeType) -> set[str]:
 
 
 def _work_of_call(called: list[str], code: CodeType, known: Names) -> Work | None:
-    """Who works in a call, as far as the called name, or the module that it comes from, tells.
+    """Whose work a call is, by the called name or the module that it comes from; None when unknown.
 
-    ``called`` are a name and its attributes; "#" behind one stands for its brackets.
+    ``called`` are a name and its attributes; a "#" after one replaces its brackets.
     """
     name, last = called[0], called[-1]
     if any(part.rstrip("#") in TO_PYTHON for part in called[1:]):
@@ -170,7 +170,7 @@ def _work_of_call(called: list[str], code: CodeType, known: Names) -> Work | Non
 
 
 def _by_the_rest(code: CodeType, known: Names) -> Work:
-    """Torch's, unless the function, or else its module, speaks of arrays and never of torch."""
+    """Torch's, unless the function, or else its module, uses array libraries and never torch."""
     for used in (code.co_names, tuple(known)):
         packages = {_package(value) for name in used if isinstance(value := known.get(name), ModuleType)}
         if "torch" in packages:
@@ -181,7 +181,7 @@ def _by_the_rest(code: CodeType, known: Names) -> Work:
 
 
 def _package(value: Any) -> str:
-    """Where a global value comes from. Nothing of the user's own is called to find out."""
+    """The package of a global value, found without calling the user's code."""
     if isinstance(value, ModuleType):
         name = value.__name__
     elif isinstance(value, FunctionType | BuiltinFunctionType | type):
@@ -194,7 +194,7 @@ def _package(value: Any) -> str:
 
 @cache
 def _methods() -> tuple[frozenset[str], frozenset[str]]:
-    """Method names that only tensors have, and those that arrays have, too; none of Python's own types has them."""
+    """Method names that only tensors have, and those that arrays have, too, without those of Python's own types."""
     torch, numpy, pandas = (sys.modules.get(name) for name in ("torch", "numpy", "pandas"))
     tensors = frozenset(dir(torch.Tensor)) if torch is not None else frozenset()
     kinds = [getattr(numpy, "ndarray", None), getattr(pandas, "DataFrame", None), getattr(pandas, "Series", None)]

@@ -1,7 +1,7 @@
 """What a thread is doing, read from its Python stack: whose code it is, which line, and whether torch is at work.
 
-A stack sample costs about 20 µs: everything that depends only on a code position is worked out once and remembered.
-Here is also which frames hold the training loop, and which an evaluation.
+A stack sample costs about 20 µs: everything that depends only on a code position is computed once and cached. This file
+also learns which frames hold the training loop.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ GENERATOR_EXPRESSION = "<genexpr>"
 CACHE, FOR_ITER = opcode.opmap["CACHE"], opcode.opmap["FOR_ITER"]
 DEEPEST = 100
 MODEL_CALL = "_call_impl"
-# The method of torch's loaders that asks the sampler: the training thread does that, with workers as without.
+# The method of torch's loaders that asks the sampler, always on the training thread.
 ASKS_THE_SAMPLER = "_next_index"
-# How the writing of checkpoints is called: it is more than torch.save (transformers renames all weights, scripts zip).
+# Functions that write checkpoints, which is more than torch.save (transformers renames all weights, scripts zip).
 SAVING = frozenset({"save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"})
 NAMED_SAVING = re.compile("save|checkpoint|ckpt|snapshot")
 # Parts of torch that decide alone what a stack is at.
 KIND_OF_OWNER = {"torch_compile": "compile", "torch_save": "checkpoint", "torch_distributed": "communication"}
-# Of threads and processes: waiting for their beginning or their end brings no batch.
+# Methods of threads and processes: waiting for their start or end brings no batch.
 BRING_NO_BATCH = frozenset({"__init__", "start", "join"})
-# Up to Python 3.11, f_back allocates a frame object, which may begin a garbage collection: where a finalizer in it lets
-# go of the interpreter lock, the other thread returns from that very frame, and f_back reads freed memory (SIGSEGV).
+# Up to Python 3.11, f_back allocates a frame object, which may start a garbage collection. If a finalizer then releases
+# the interpreter lock, the other thread returns from that very frame, and f_back reads freed memory (SIGSEGV).
 COLLECTS_IN_F_BACK = sys.version_info < (3, 12)
 # The file of the code that imports modules.
 IMPORTING = "<frozen importlib"
 
 Spot = tuple[CodeType, int]  # a code object and the position in its bytecode
+Spots = frozenset[Spot]
+Codes = frozenset[CodeType]
 
 
 class Stack(NamedTuple):
@@ -63,31 +65,26 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StackView:
-    """One sample of a thread: the kind of its work, the user's line that caused it, and the expression there.
-
-    ``of_training``: a model or an optimizer was called, and not some function of torch's alone. ``sampling``: a
-    loader's sampler was at work. ``waits``: for another thread or process. ``drawn_from``: a generator of the user's
-    that the training loop iterates: the line of the loop, the generator, the expression there. ``called_at``: the
-    same for a function of the user's that the loop calls, no model. ``inside``: functions of libraries' that it led to.
-    """
+    """One sample of a thread: the kind of its work, the user's line that caused it, and the expression there."""
 
     kind: str
     where: str
     function: str
     call: str | None
-    of_training: bool = False
-    sampling: bool = False
-    waits: bool = False
+    of_training: bool = False  # a model or an optimizer was called
+    sampling: bool = False  # a loader's sampler was at work
+    waits: bool = False  # for another thread or process
+    # A generator of the user's that the training loop iterates: the line of the loop, the generator, the expression.
     drawn_from: tuple[str, str, str | None] | None = None
-    called_at: tuple[str, str, str | None] | None = None
-    inside: str | None = None
+    called_at: tuple[str, str, str | None] | None = None  # the same for a function, not a model, that the loop calls
+    inside: str | None = None  # library functions that the line led to
 
 
 def stack_of(thread_id: int) -> Stack | None:
     """The stack of a thread; None when it has ended.
 
-    It is taken down at once and no frame is kept: a frame that is held when its function returns keeps what the
-    function held alive, and lets it go on the wrong thread.
+    No frame is kept: a frame that is held when its function returns keeps the function's objects alive, and frees them
+    on the wrong thread.
     """
     global _collects_later
     collects = _collects_later = COLLECTS_IN_F_BACK and gc.isenabled()
@@ -114,7 +111,7 @@ def _after_fork() -> None:
         gc.enable()
 
 
-_collects_later = False  # a stack is being walked, and a process that is forked meanwhile has to collect all the same
+_collects_later = False  # a process that is forked while a stack is walked has to collect, too
 os.register_at_fork(after_in_child=_after_fork)
 
 
@@ -132,16 +129,16 @@ def user_code_in_backward(stack: Stack) -> bool:
 def view_of(
     stack: Stack,
     inside: CodeType | None = None,
-    loop_frames: frozenset[Spot] = frozenset(),
-    loop: frozenset[CodeType] = frozenset(),
-    step: frozenset[CodeType] = frozenset(),
+    loop_frames: Spots = frozenset(),
+    loop: Codes = frozenset(),
+    step: Codes = frozenset(),
 ) -> StackView | None:
     """What a thread with this stack was doing, and on which line of the user's.
 
-    Only calls made by ``inside`` count; None when the thread has left it already. A line of ``loop_frames`` is not
-    named where a library's line says more: it only led into the training loop (``trainer.train()``). A generator that
-    is one of ``loop`` makes no batches: it yields what training brings. Functions of ``step`` hold a whole step: what
-    they call may be moved out of it, and they may not.
+    Only calls made by ``inside`` count; None when the thread has left it already. A line of ``loop_frames`` only led
+    into the training loop (``trainer.train()``): a library's line is named instead. A generator in ``loop`` makes no
+    batches, but yields the results of training. Functions of ``step`` hold a whole step: what they call could be moved
+    out of it, but not they themselves.
     """
     calls = stack.calls
     if inside is not None and not any(code is inside for code, _ in calls):
@@ -151,7 +148,7 @@ def view_of(
         # What led to our own command line, as when a recipe trains, costs the training nothing.
         calls = [top, *takewhile(lambda spot: own_package(spot[0].co_filename) != "cli", calls[1:])]
     top_owner = owner(top[0].co_filename)
-    seen = _read_frames(calls, top_owner, inside, loop_frames, loop, step)
+    seen = _read_frames(calls, inside, loop_frames, loop, step)
     # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
     kind = seen.kind or ("torch" if seen.in_library_module else _kind(top, stack.names, top_owner, seen.in_module))
     drawn_from = None
@@ -184,7 +181,7 @@ class _Frames:
     loop_line: Spot | None = None  # the innermost of the loop, or of a function that holds a step
     calls_module: bool = False  # a module is what the line of the loop calls
     called: Spot | None = None  # the library's function that the user's line calls,
-    innermost: CodeType | None = None  # and the innermost one behind it
+    innermost: CodeType | None = None  # and the innermost one that led to
     generator: int | None = None  # how deep the generator of the user's lies that makes batches
     in_module: bool = False
     in_library_module: bool = False
@@ -194,15 +191,8 @@ class _Frames:
     kind: str | None = None  # where one frame alone decides it
 
 
-def _read_frames(
-    calls: list[Spot],
-    top_owner: str,
-    inside: CodeType | None,
-    loop_frames: frozenset[Spot],
-    loop: frozenset[CodeType],
-    step: frozenset[CodeType],
-) -> _Frames:
-    seen = _Frames()
+def _read_frames(calls: list[Spot], inside: CodeType | None, loop_frames: Spots, loop: Codes, step: Codes) -> _Frames:
+    seen, top_owner = _Frames(), owner(calls[0][0].co_filename)
     for depth, spot in enumerate(calls):
         code = spot[0]
         if code is inside:
@@ -276,7 +266,7 @@ def _within(called: CodeType, inner: CodeType) -> str:
 
 @lru_cache(REMEMBERED)
 def _saves(code: CodeType) -> bool:
-    """Whether a function of the user's saves, by its name and by what it calls: os.replace and fsync are part of it."""
+    """Whether a function of the user's saves checkpoints, by its name and by what it calls."""
     return NAMED_SAVING.search(code.co_name) is not None and {"torch", "save"} <= {*code.co_names}
 
 
@@ -308,21 +298,18 @@ def _may_bring_a_batch(calls: list[Spot]) -> bool:
 
 
 def _is_drawn_from(code: CodeType, callers: list[Spot]) -> bool:
-    """Whether this function makes batches: a generator, or the iterator of a class of the user's."""
+    """Whether this function makes batches: a generator, or a class's ``__next__``."""
     return code.co_name == "__next__" or bool(code.co_flags & GENERATOR and not _makes_no_batches(code, callers))
 
 
 def _makes_no_batches(code: CodeType, callers: list[Spot]) -> bool:
-    """Whether nobody draws from this generator.
-
-    All of it goes into one call, ``sum(f(x) for x in xs)``, or it is a context manager.
-    """
+    """Whether this generator is no source of batches: a context manager, or all of one call, ``sum(x for x in xs)``."""
     if not callers:
         return False
     caller, position = callers[0]
     if caller.co_filename == contextlib.__file__:
         return True
-    while position > 0 and caller.co_code[position] == CACHE:  # Python 3.12 stands behind the instruction
+    while position > 0 and caller.co_code[position] == CACHE:  # Python 3.12 points after the instruction
         position -= 2
     if caller.co_code[position] == FOR_ITER:
         return caller.co_name == GENERATOR_EXPRESSION and _makes_no_batches(caller, callers[1:])
@@ -335,12 +322,8 @@ def _is_an_optimizers(filename: str) -> bool:
     return "/torch/optim/" in path and not path.endswith("/swa_utils.py")  # averaged weights are not the optimizer's
 
 
-def users_line(loop_frames: frozenset[Spot] = frozenset()) -> tuple[str, str]:
-    """file:line and function of the innermost code that is the user's, or at least not torch's or ours.
-
-    A line of the user's that only leads into a library's training loop is passed over, and so is the script that starts
-    our own command line when a recipe trains.
-    """
+def users_line(loop_frames: Spots = frozenset()) -> tuple[str, str]:
+    """file:line and function of the innermost code of the user's outside ``loop_frames``, or else of a library's."""
     outside: tuple[str, str] | None = None
     for frame in callers(sys._getframe(2)):
         code = frame.f_code
@@ -362,7 +345,7 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def shown_line(frame: FrameType) -> str:
-    """The file and line at which a frame of the calling thread stands."""
+    """The file and line of a frame of the calling thread."""
     return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
@@ -376,18 +359,18 @@ SAMPLES_AT_EACH = 3
 class LoopFrames:
     """Learns in the first steps, on the training thread, which calls lead into the loop: ``spots``.
 
-    Where a library owns the loop, the script's line that costs the time is always the same (``trainer.train()``), and
-    says nothing. Such lines are on the stack at backward, in the optimizer and at next() alike; lines of the loop are
-    not. ``loop`` are the functions that hold it, and those that called them: they make no batches. ``step`` are those
-    and the ones that the loop calls for a whole step, such as ``training_step``.
+    Where a library owns the loop, the script's line is always the same (``trainer.train()``) and says nothing. Such
+    lines are on the stack in backward, in the optimizer and in next() alike; lines of the loop are not. ``loop`` are
+    the functions that hold the loop, and their callers: they make no batches. ``step`` are those and the functions that
+    the loop calls for a whole step, such as ``training_step``.
     """
 
     def __init__(self) -> None:
-        self.spots: frozenset[Spot] = frozenset()
-        self.loop: frozenset[CodeType] = frozenset()
-        self.step: frozenset[CodeType] = frozenset()
+        self.spots: Spots = frozenset()
+        self.loop: Codes = frozenset()
+        self.step: Codes = frozenset()
         self.learning = True
-        self._stacks: dict[Activity, list[frozenset[Spot]]] = {}
+        self._stacks: dict[Activity, list[Spots]] = {}
 
     def see(self, activity: Activity, frame: FrameType | None) -> None:
         """Take in the stack at the beginning of an activity, if it is a part of a step."""
@@ -404,7 +387,7 @@ class LoopFrames:
         self.learning = any(len(seen) < SAMPLES_AT_EACH for seen in of_steps)
 
 
-def _functions_in_all(stacks: list[frozenset[Spot]]) -> frozenset[CodeType]:
+def _functions_in_all(stacks: list[Spots]) -> Codes:
     return frozenset.intersection(*(frozenset(code for code, _ in stack) for stack in stacks))
 
 
@@ -416,10 +399,7 @@ FEWEST_STEPS = 16  # from which on early and late steps differ by more than chan
 
 
 class LineTimes:
-    """Adds up seconds by line. Memory is bounded: when full, the cheaper half is forgotten.
-
-    A line that holds several calls is shown with the costliest of them.
-    """
+    """Adds up seconds by line and shows each with its costliest call; when full, the cheaper half is dropped."""
 
     def __init__(self) -> None:
         # For each line what its calls cost; a call is its text, whether it waits, and what it is inside of.
@@ -456,8 +436,8 @@ class LineTimes:
         self._lines.clear()
         return top
 
-    def top(self, most: int = 12, stretch: float = 1.0) -> tuple[HotLine, ...]:
-        """The costliest lines, first the costliest, their seconds times ``stretch``."""
+    def top(self, most: int = 12, scale: float = 1.0) -> tuple[HotLine, ...]:
+        """The costliest lines, first the costliest, their seconds times ``scale``."""
         found = []
         for key, calls in self._ranked()[:most]:
             texts: dict[tuple[str | None, bool], float] = {}
@@ -467,7 +447,7 @@ class LineTimes:
                 insides[inside] = insides.get(inside, 0.0) + seconds
             costliest = max(texts, key=lambda call: (call[0] is not None, texts[call]))
             within = max(insides, key=insides.__getitem__)
-            found.append(HotLine(*key, sum(calls.values()) * stretch, *costliest, within))
+            found.append(HotLine(*key, sum(calls.values()) * scale, *costliest, within))
         return tuple(found)
 
     def by_line(self) -> dict[tuple[str, str], float]:
