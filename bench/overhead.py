@@ -7,7 +7,7 @@
 Prints a table and writes JSON. Each pair is one observed and one plain block of the same loop on the same model, right
 behind each other: the machine's pace changes from second to second by a third. ``cost`` is the mean over the pairs of
 observed over plain, without the lowest and the highest tenth, with a 95 % interval (bootstrap); ``whole`` is all
-observed time over all plain time. A block is part of a cycle of measuring and resting, each another one.
+observed time over all plain time. A block is part of a cycle of measuring and pausing, each another one.
 In plain blocks nothing of the recorder is in force: no hooks, Python's own turns of the interpreter lock, and a thread
 that sleeps.
 
@@ -170,18 +170,18 @@ def observed(loop: Loop, warm_up_s: float) -> Iterator[Block]:
     """Blocks under Fulltilt's recorder, long after its first seconds. Between them it is put aside altogether."""
     with tempfile.TemporaryDirectory() as folder:
         session = Session(torch, create_folder(Path(folder) / "run"), time.perf_counter_ns())
-        turns, usual = session.observer.lock_turns, stack_sampler.StackSampler.usually_every_s
+        turns, usual = session.observer.switch_interval, stack_sampler.StackSampler.usually_every_s
 
         def put_aside() -> None:
             session.restore()
-            turns.share = lambda: None  # type: ignore[method-assign]
+            turns.apply = lambda: None  # type: ignore[method-assign]
             stack_sampler.StackSampler.usually_every_s = 0.2  # type: ignore[assignment,method-assign]
             sys.setswitchinterval(PYTHONS_TURN_S)
 
         def block(steps: int) -> float:
-            vars(turns).pop("share")
+            vars(turns).pop("apply")
             stack_sampler.StackSampler.usually_every_s = usual  # type: ignore[method-assign]
-            turns.share()
+            turns.apply()
             session.patch()
             try:
                 return loop.run(steps, "observed")

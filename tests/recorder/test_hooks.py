@@ -145,7 +145,7 @@ def test_whatever_a_script_reads_from_the_gpu_is_a_wait(tmp_path: Path, read: An
     session = Session(torch, tmp_path, time.perf_counter_ns())
     session.install()
     session.device.trains_on_gpu()
-    session.recorder.adopt()
+    session.recorder.use_this_thread()
     session.recorder.clock = NoEvents()  # type: ignore[assignment]
     try:
         session.recorder.active = True
@@ -200,7 +200,7 @@ def test_a_closure_is_the_users_code_and_the_optimizers_own_work_is_not(tmp_path
         assert seen == [Activity.OPTIMIZER, Activity.USER, Activity.USER]
         assert session.state.optimizer_calls == 3
         # What follows comes behind a step: torch's work there, as in a callback of Lightning's, is no forward pass.
-        assert (session.recorder.activity, session.recorder.left) == (Activity.USER, Activity.OPTIMIZER)
+        assert (session.recorder.activity, session.recorder.previous) == (Activity.USER, Activity.OPTIMIZER)
     finally:
         session.finish()
 

@@ -17,8 +17,8 @@ from fulltilt.recorder.interpreter_lock import (
     LONGEST_EVERY_S,
     OTHERS_S,
     PATIENT_S,
-    LockTurns,
     OtherThreads,
+    SwitchInterval,
     common_name,
     cpu_clock,
     wake_on_time,
@@ -40,29 +40,29 @@ def test_turns_are_longer_where_other_threads_share_the_lock(
     monkeypatch: pytest.MonkeyPatch, threads: int, turn_s: float
 ) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: threads)
-    LockTurns().share()
+    SwitchInterval().apply()
     assert sys.getswitchinterval() == pytest.approx(turn_s)
 
 
 def test_turns_follow_threads_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = LockTurns()
+    turns = SwitchInterval()
     for threads, turn_s in ((2, ALONE_S), (5, OTHERS_S), (1, ALONE_S)):
         monkeypatch.setattr(threading, "active_count", lambda threads=threads: threads)
-        turns.share()
+        turns.apply()
         assert sys.getswitchinterval() == pytest.approx(turn_s)
 
 
 def test_shorter_turns_of_the_scripts_own_stay() -> None:
     sys.setswitchinterval(0.00001)
-    LockTurns().share()
+    SwitchInterval().apply()
     assert sys.getswitchinterval() == pytest.approx(0.00001)
 
 
 def test_a_forked_process_takes_over_what_its_parent_put_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: 2)
-    LockTurns().share()
+    SwitchInterval().apply()
     monkeypatch.setattr(threading, "active_count", lambda: 3)
-    LockTurns().share()
+    SwitchInterval().apply()
     assert sys.getswitchinterval() == pytest.approx(OTHERS_S)
 
 
@@ -76,8 +76,8 @@ class Waits:
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
         monkeypatch.setattr(time, "thread_time", lambda: self.cost_s)
         monkeypatch.setattr(time, "clock_gettime", lambda _clock: self.observed_s)
-        self.turns = LockTurns()
-        self.turns.share()
+        self.turns = SwitchInterval()
+        self.turns.apply()
 
     def wait(self, took_s: float, cost_s: float, observed_s: float) -> None:
         self.turns.begin_wait(0)
@@ -138,7 +138,7 @@ def test_the_clock_of_a_thread_that_has_ended_tells_nothing() -> None:
     with ThreadPoolExecutor(1) as ended:
         clock = cpu_clock(ended.submit(threading.get_native_id).result())
     assert clock is not None
-    turns = LockTurns()
+    turns = SwitchInterval()
     for observed in (clock, None, cpu_clock(threading.get_native_id())):
         turns.begin_wait(observed)
         turns.end_wait()
@@ -154,8 +154,8 @@ def test_waiting_for_a_call_that_keeps_the_lock_takes_little_of_the_cpu() -> Non
     clock = cpu_clock(threading.get_native_id())
 
     def observe() -> None:
-        turns = LockTurns()
-        turns.share()
+        turns = SwitchInterval()
+        turns.apply()
         while not done.is_set():
             turns.begin_wait(clock)
             time.sleep(0.005)

@@ -67,8 +67,8 @@ class FakeRecorder:
     bursts: Bursts = field(default_factory=Bursts)
     loop_frames: LoopFrames = field(default_factory=LoopFrames)
     activity: Activity = Activity.PAUSED
-    left: Activity = Activity.USER
-    left_after: Activity = Activity.USER
+    previous: Activity = Activity.USER
+    before_previous: Activity = Activity.USER
     last_switch_ns: int = 0
     usual_step_s: float = 0.005
     training: bool = True
@@ -164,7 +164,7 @@ def test_a_sample_that_was_missed_stands_for_nothing_where_late_looks_weigh_noth
     sampler._last_ns -= 10**9
     recorder.activity, recorder.last_switch_ns = Activity.USER, time.perf_counter_ns() + 10**9
     sampler.take(time.perf_counter_ns() - LATE_NS, EARLY_SAMPLE_EVERY_S)
-    recorder.activity, recorder.left = Activity.OPTIMIZER, Activity.USER
+    recorder.activity, recorder.previous = Activity.OPTIMIZER, Activity.USER
     sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     assert weight_of(sampler.split()) == 0.0
 
@@ -178,7 +178,7 @@ def test_on_a_gpu_what_torch_does_for_long_is_no_launching_from_its_beginning(
     monkeypatch.setattr(
         "fulltilt.recorder.stack_sampler.view_of", lambda *_: StackView("torch", "train.py:3", "main", None)
     )
-    recorder.clock, recorder.activity, recorder.left = object(), Activity.USER, Activity.BACKWARD
+    recorder.clock, recorder.activity, recorder.previous = object(), Activity.USER, Activity.BACKWARD
     sampler = StackSampler(recorder)
     began_ns = recorder.last_switch_ns = time.perf_counter_ns()
     recorder.intervals.long_until_ns = began_ns + lasted_ms * 1_000_000 if lasted_ms > 20 else 0
@@ -215,7 +215,7 @@ def test_what_is_done_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_ne
     view = StackView(seen, "train.py:7", "follow", "kept.mul_(0.9)", of_training=in_model)
     monkeypatch.setattr("fulltilt.recorder.stack_sampler.view_of", lambda *_: view)
     sampler = StackSampler(recorder)
-    recorder.activity, recorder.left = Activity.USER, Activity.OPTIMIZER
+    recorder.activity, recorder.previous = Activity.USER, Activity.OPTIMIZER
     for _ in range(3):
         sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
     assert sampler.split() == (

@@ -21,7 +21,7 @@ from fulltilt.recorder.user_code import leave_out_ours, owner
 class Elsewhere:
     """A recorder that minds another thread."""
 
-    def mine(self) -> bool:
+    def on_training_thread(self) -> bool:
         return False
 
 

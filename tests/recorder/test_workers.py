@@ -19,36 +19,36 @@ from fulltilt.recorder.loaders.workers import (
     SAMPLE_EVERY_S,
     FetchTimer,
     FilesRead,
-    Mailbox,
     MemoryReading,
     WorkerMessage,
+    WorkerSocket,
     WorkerTotals,
 )
 from fulltilt.recorder.rank_files import RankFiles
 
 
-def timer_of(loader_id: int) -> tuple[Mailbox, FetchTimer]:
-    mailbox = Mailbox()
-    sending = mailbox.opened()
+def timer_of(loader_id: int) -> tuple[WorkerSocket, FetchTimer]:
+    worker_socket = WorkerSocket()
+    sending = worker_socket.opened()
     assert sending is not None
-    return mailbox, FetchTimer(sending, loader_id)
+    return worker_socket, FetchTimer(sending, loader_id)
 
 
 def test_a_fetch_that_fails_costs_time_and_brings_no_batch() -> None:
-    mailbox, timer = timer_of(7)
+    worker_socket, timer = timer_of(7)
     timer.fetch(lambda: "a batch")
     timer.send()
     with pytest.raises(ValueError, match="torn"):
         timer.fetch(_torn)
     timer.fetch(lambda: "another batch")
     timer.send()
-    first, second = mailbox.receive()
+    first, second = worker_socket.receive()
     assert (first.loader, first.batches, second.batches) == (7, 1, 2)
     assert second.fetch_s > first.fetch_s > 0
 
 
 def test_a_fetch_that_does_not_end_is_told_and_counted_once() -> None:
-    mailbox, timer = timer_of(0)
+    worker_socket, timer = timer_of(0)
 
     def long() -> None:
         for _ in range(3):
@@ -59,7 +59,7 @@ def test_a_fetch_that_does_not_end_is_told_and_counted_once() -> None:
     timer.fetch(long)
     took_s = time.perf_counter() - began
     timer.send()
-    messages = list(mailbox.receive())
+    messages = list(worker_socket.receive())
     assert [message.batches for message in messages] == [0, 0, 0, 1]
     for number, message in enumerate(messages[:3], start=1):
         assert message.fetch_s >= number * 0.02
@@ -169,9 +169,9 @@ def test_workers_on_their_own_cpus_use_all_of_them_together() -> None:
     assert totals.record(0).cpus == 2
 
 
-def test_the_mailbox_has_no_name_that_others_could_write_to() -> None:
-    mailbox = Mailbox()
-    sending = mailbox.opened()
+def test_the_worker_socket_has_no_name_that_others_could_write_to() -> None:
+    worker_socket = WorkerSocket()
+    sending = worker_socket.opened()
     assert sending is not None
     assert sending.getsockname() == sending.getpeername() == ""
 

@@ -16,7 +16,7 @@ import torch
 
 from fulltilt.errors import ForeignFiles
 from fulltilt.probes.gpu import Gpus
-from fulltilt.recorder.rank_files import Following
+from fulltilt.recorder.rank_files import SpanFollower
 from fulltilt.records import Buckets, HostReading, Sample
 from fulltilt.testing import FakeClock, FakeNvml, h200
 from fulltilt.train import checkpoint, progress
@@ -328,8 +328,8 @@ class Idle:
         self.stream = io.StringIO()
         self.screen = Screen(out, stream=self.stream)
         self.spent = Buckets()
-        monkeypatch.setattr(Following, "recent_buckets", lambda *_: self.spent)
-        monkeypatch.setattr(Following, "loaders", (loader(where=None, made_by="fulltilt"),))
+        monkeypatch.setattr(SpanFollower, "recent_buckets", lambda *_: self.spent)
+        monkeypatch.setattr(SpanFollower, "loaders", (loader(where=None, made_by="fulltilt"),))
         settings = TrainSettings(batch_size=8192, workers=0, prefetch=4, precision="bf16")
         self.warning, self.util = IdleGpu(settings, self.screen, out), util
 

@@ -171,13 +171,13 @@ class Monitor:
         self._t0_ns = t0_ns
         from fulltilt.probes.host import HostProbe
         from fulltilt.probes.sampler import Sampler
-        from fulltilt.recorder.rank_files import WARN_AFTER_S, Following
+        from fulltilt.recorder.rank_files import WARN_AFTER_S, SpanFollower
 
         self._writer: store.LineWriter | None = None
         self._warn_after_s = WARN_AFTER_S
         self._sampler = Sampler(self._take, gpus=gpus, host=HostProbe(pid), t0=t0_ns * 1e-9)
         self._samples: deque[Sample] = deque(maxlen=int(WARN_AFTER_S))
-        self._progress = Following(folder)
+        self._progress = SpanFollower(folder)
         self._bar = StatusBar(sys.stderr)
         self._next_tick_s = 0.0
         self._warned = not advises  # live tuning changes settings itself, and says which

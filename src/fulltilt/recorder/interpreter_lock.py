@@ -39,7 +39,7 @@ BUSY_SHARE = 0.05
 MOST_NAMES = 64
 
 
-class LockTurns:
+class SwitchInterval:
     """Sets the switch interval by what an observing thread's waiting for the lock has cost lately."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class LockTurns:
         self._clock: int | None = None
         self._observed_s = 0.0
 
-    def share(self) -> None:
+    def apply(self) -> None:
         """Set the interval that suits the present threads; a script's own shorter one stays."""
         now_s = sys.getswitchinterval()
         # Python keeps whole microseconds.
@@ -81,7 +81,7 @@ class LockTurns:
         self._crowded_s += (of_cpus_s - self._crowded_s) / REMEMBERED_SAMPLES
         was_patient, self._patient = self._patient, not (self._for_calls.due() and self._for_cpus.due())
         if self._patient is not was_patient:
-            self.share()
+            self.apply()
 
     def _without_cpu_s(self, now_s: float) -> float:
         """How long the observed thread had no CPU since the wait began; 0.0 where unknown."""

@@ -160,7 +160,7 @@ class LoopMarks:
 
     def _on_training_thread(self) -> Recorder | None:
         recorder = self._session.recorder if self._session is not None else None
-        if recorder is None or not recorder.mine():
+        if recorder is None or not recorder.on_training_thread():
             return None
         recorder.resume()
         return recorder
@@ -187,7 +187,7 @@ class _During(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         recorder = self._recorder
-        self._on = recorder.mine() and recorder.activity is Activity.USER
+        self._on = recorder.on_training_thread() and recorder.activity is Activity.USER
         if self._on:
             recorder.switch(self._activity)
 

@@ -14,7 +14,7 @@ from random import Random
 
 from fulltilt import cuda_capture
 from fulltilt.recorder.attribution import SpanBuilder
-from fulltilt.recorder.interpreter_lock import LockTurns, wake_on_time
+from fulltilt.recorder.interpreter_lock import SwitchInterval, wake_on_time
 from fulltilt.recorder.marks import Activity, Finished
 from fulltilt.recorder.rank_files import RankFiles
 from fulltilt.recorder.recorder import Recorder
@@ -47,12 +47,12 @@ class Observer(threading.Thread):
         self._usual_step_s = 0.0
         self._write_every_s = WRITE_EVERY_S * max(recorder.state.world_size / RANKS_A_SECOND, 1)
         self._out: RankFiles | None = None
-        self.lock_turns = LockTurns()
+        self.switch_interval = SwitchInterval()
         self._stop_asked = threading.Event()
 
     def start(self) -> None:
         """Begin to observe."""
-        self.lock_turns.share()
+        self.switch_interval.apply()
         super().start()
 
     def finish(self) -> None:
@@ -83,12 +83,12 @@ class Observer(threading.Thread):
         ruins_nothing, problems = False, 0
         while True:
             # At random intervals: at a fixed one, samples would always see a 10 ms step at the same place.
-            every_s = self.lock_turns.every_s(self._sampler.usually_every_s)
+            every_s = self.switch_interval.every_s(self._sampler.usually_every_s)
             pause_s = every_s * (0.5 + jitter.random())
-            self.lock_turns.begin_wait(recorder.cpu_clock)
+            self.switch_interval.begin_wait(recorder.cpu_clock)
             due_ns = time.perf_counter_ns() + int(pause_s * 1e9)
             time.sleep(pause_s)  # waiting for an Event with a time limit takes the interpreter lock twice as long
-            self.lock_turns.end_wait()
+            self.switch_interval.end_wait()
             if self._stop_asked.is_set() or os.getpid() != recorder.pid:
                 return
             try:
@@ -98,7 +98,7 @@ class Observer(threading.Thread):
                 now = time.monotonic()
                 if now >= next_drain:
                     next_drain = now + (DRAIN_IN_PAUSE_EVERY_S if recorder.bursts.paused else DRAIN_EVERY_S)
-                    self.lock_turns.share()
+                    self.switch_interval.apply()
                     self._drain()
                     self._state.poll()
                 if now >= next_write:

@@ -76,7 +76,7 @@ class StepProfiler:
 
     def _stepped(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         recorder = self._recorder
-        if not (self._deep or recorder.clock is not None) or not recorder.mine():
+        if not (self._deep or recorder.clock is not None) or not recorder.on_training_thread():
             return
         self._calls += 1
         if self._calls == 1:

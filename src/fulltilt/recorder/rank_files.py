@@ -111,7 +111,7 @@ RECENT_S = 10.0
 WARN_AFTER_S = 20.0
 
 
-class Following:
+class SpanFollower:
     """Follows the spans of the folder's first rank as they are written."""
 
     def __init__(self, folder: Path) -> None:

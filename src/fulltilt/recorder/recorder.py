@@ -33,7 +33,7 @@ class Recorder:
         self.t0_ns = t0_ns
         self.state = state
         self.activity = Activity.USER
-        self.left = self.left_after = Activity.USER
+        self.previous = self.before_previous = Activity.USER
         self.thread_id = threading.main_thread().ident
         self.cpu_clock = cpu_clock(threading.get_native_id()) if self.thread_id == threading.get_ident() else None
         self.pid = os.getpid()
@@ -61,11 +61,11 @@ class Recorder:
     def _disown(self) -> None:
         self.active = False  # a forked child (a loader worker) is not the job
 
-    def mine(self) -> bool:
+    def on_training_thread(self) -> bool:
         """Whether the calling thread is the one that trains."""
         return self.active and threading.get_ident() == self.thread_id
 
-    def adopt(self) -> None:
+    def use_this_thread(self) -> None:
         """The calling thread is the one that trains."""
         self.thread_id, self.cpu_clock = threading.get_ident(), cpu_clock(threading.get_native_id())
         self.state.training_thread = threading.get_native_id()
@@ -80,7 +80,7 @@ class Recorder:
         self.last_switch_ns = now
         before = self.activity
         if before is not activity:
-            self.left_after, self.left = self.left, before
+            self.before_previous, self.previous = self.previous, before
             self.activity = activity
         return before
 

@@ -80,7 +80,7 @@ class Session:
 
     def begin_here(self) -> None:
         """Install, and observe from now on: the calling thread is the one that trains."""
-        self.recorder.adopt()
+        self.recorder.use_this_thread()
         self.install()
         self.recorder.ensure_started()
 

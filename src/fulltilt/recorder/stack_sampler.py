@@ -87,12 +87,12 @@ class StackSampler:
         if activity is Activity.BACKWARD and training and recorder.clock is None:
             self._take_in_backward()
             return
-        slipped = activity is not Activity.USER and recorder.left is Activity.USER
+        slipped = activity is not Activity.USER and recorder.previous is Activity.USER
         if training and slipped and recorder.last_switch_ns > due_ns:
             self._missed()
         if not training or not (activity is Activity.USER or recorder.state.wants_lines(activity)):
             return
-        after = recorder.left
+        after = recorder.previous
         stack = self._stack_in(activity)
         if stack is None:
             return
@@ -220,7 +220,7 @@ class StackSampler:
         """A sample due in the user's own code came after that had ended: count it as what other late samples saw."""
         total = sum(self._late.values())
         for kind, weight in self._late.items() if total else ():
-            self._add(self._recorder.left_after, kind, self._every_s * weight / total)
+            self._add(self._recorder.before_previous, kind, self._every_s * weight / total)
 
     def split(self, under_way: bool = False) -> Mapping[Activity, Totals[str]]:
         """Weights of the user's own time by the activity before it; ``under_way``: with the present stretch."""

@@ -30,7 +30,7 @@ from fulltilt.probes.sampler import Sampler
 from fulltilt.recorder import attach
 from fulltilt.recorder.loaders import ENGINE
 from fulltilt.recorder.manual_recording import Ended, LoopMarks, RunFiles, job_root
-from fulltilt.recorder.rank_files import WARN_AFTER_S, Following
+from fulltilt.recorder.rank_files import WARN_AFTER_S, SpanFollower
 from fulltilt.recorder.session import Session
 from fulltilt.records import RankRecord, RunRecord, Sample, Settings
 from fulltilt.report.answer import explain
@@ -48,7 +48,7 @@ class IdleGpu:
 
     def __init__(self, settings: TrainSettings, screen: Screen, folder: Path) -> None:
         self._settings, self._screen = settings, screen
-        self._following = Following(folder)
+        self._following = SpanFollower(folder)
         self._samples: deque[Sample] = deque(maxlen=int(WARN_AFTER_S))
         self._told: set[str] = set()
 

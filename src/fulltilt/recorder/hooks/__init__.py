@@ -93,7 +93,7 @@ def timed(recorder: Recorder, original: Function, activity: Activity) -> Functio
     """``original``, marked as ``activity`` while it runs on the training thread outside of any other activity."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.mine() or recorder.activity is not Activity.USER:
+        if not recorder.on_training_thread() or recorder.activity is not Activity.USER:
             return original(*args, **kwargs)
         before = recorder.switch(activity)
         try:

@@ -45,14 +45,14 @@ class CompileHooks:
 
     def _begin(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._began_ns = time.perf_counter_ns()
-        if self._recorder.mine():
+        if self._recorder.on_training_thread():
             self._recorder.resume()
             self._before = self._recorder.switch(Activity.COMPILE)
         return original(*args, **kwargs)
 
     def _end(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._seconds += (time.perf_counter_ns() - self._began_ns) * 1e-9
-        if self._before is not None and self._recorder.mine():
+        if self._before is not None and self._recorder.on_training_thread():
             self._recorder.switch(self._before)
             self._before = None
         return original(*args, **kwargs)

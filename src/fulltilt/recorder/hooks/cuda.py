@@ -75,7 +75,7 @@ class DeviceHooks:
         def copy(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if recorder.clock is None or recorder.bursts.paused or torch.compiler.is_compiling():
                 return original(tensor, *args, **kwargs)
-            if tensor.is_cuda or not recorder.mine() or recorder.activity is not Activity.USER:
+            if tensor.is_cuda or not recorder.on_training_thread() or recorder.activity is not Activity.USER:
                 return original(tensor, *args, **kwargs)
             before = recorder.switch(Activity.TRANSFER)
             began = time.perf_counter()
@@ -110,7 +110,7 @@ class DeviceHooks:
             if recorder.clock is None or recorder.bursts.paused or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             of_the_host = args and not getattr(args[0], "is_cuda", True)
-            if of_the_host or not recorder.mine() or recorder.activity is Activity.SYNC:
+            if of_the_host or not recorder.on_training_thread() or recorder.activity is Activity.SYNC:
                 return original(*args, **kwargs)
             point = Point.SYNCED if recorder.calibration.under_way else Point.NONE
             before = recorder.switch(Activity.SYNC, None, point)
@@ -146,7 +146,7 @@ class GraphHooks:
     def _begin(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         self._recorder.state.uses_cuda_graphs = True
-        if self._recorder.mine():
+        if self._recorder.on_training_thread():
             self._stepping.capture = Captured()
         return result
 

@@ -42,7 +42,7 @@ def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             waits = recorder.activity in (Activity.USER, Activity.BACKWARD) and recorder.clock is None
-            if not waits or not recorder.mine():
+            if not waits or not recorder.on_training_thread():
                 return original(work, *args, **kwargs)
             if recorder.state.communication is None:
                 recorder.state.communication = CommunicationRecord()
@@ -94,7 +94,7 @@ class ExitHooks:
             return original(*status)  # a loader's worker, or a child that was forked
         # Whatever happens here, maybe inside a signal handler, the process leaves.
         with contextlib.suppress(BaseException):
-            if recorder.mine():
+            if recorder.on_training_thread():
                 recorder.resume()
             writer = threading.Thread(target=self.write_record, args=(code,), name="fulltilt-leaving", daemon=True)
             writer.start()

@@ -26,7 +26,7 @@ def watch_saving(patches: Patches, torch: Any, recorder: Recorder) -> None:
     """Mark torch.save and name the line that calls it."""
 
     def save(original: Function, *args: Any, **kwargs: Any) -> Any:
-        if not recorder.mine() or recorder.activity is Activity.CHECKPOINT:
+        if not recorder.on_training_thread() or recorder.activity is Activity.CHECKPOINT:
             return original(*args, **kwargs)
         recorder.resume()
         where, function = users_line(recorder.loop_frames.spots)
@@ -58,18 +58,18 @@ def watch_garbage_collector(patches: Patches, recorder: Recorder) -> None:
         nonlocal began_ns, before
         if phase == "start":
             began_ns = time.perf_counter_ns()
-            if info["generation"] == OLDEST and recorder.training and recorder.mine():
+            if info["generation"] == OLDEST and recorder.training and recorder.on_training_thread():
                 before = recorder.activity
                 if before in INTERRUPTED:
                     recorder.switch(Activity.GARBAGE_COLLECTION)
-        elif recorder.training and recorder.mine():
+        elif recorder.training and recorder.on_training_thread():
             full = info["generation"] == OLDEST
             totals.add((time.perf_counter_ns() - began_ns) * 1e-9, full, *asked[-1])
             if full and recorder.activity is Activity.GARBAGE_COLLECTION:
                 recorder.switch(before)
 
     def collect(original: Function, generation: int = OLDEST) -> int:
-        asked.append(users_line(recorder.loop_frames.spots) if recorder.mine() else ("", ""))
+        asked.append(users_line(recorder.loop_frames.spots) if recorder.on_training_thread() else ("", ""))
         if not CALLBACKS_ARE_SAFE:
             seen("start", {"generation": generation})
         try:
@@ -153,14 +153,14 @@ class StepHooks:
         recorder = self._recorder
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if self.capture is not None and recorder.mine():
+            if self.capture is not None and recorder.on_training_thread():
                 self.capture.backwards += 1
                 return original(*args, **kwargs)
             if recorder.bursts.paused and not self._steps_inside:
                 return original(*args, **kwargs)
             if not recorder.active or self._around_steps is Activity.BACKWARD:
                 return original(*args, **kwargs)
-            if recorder.bursts.paused and recorder.mine():
+            if recorder.bursts.paused and recorder.on_training_thread():
                 self._around_steps = Activity.BACKWARD
                 try:
                     return original(*args, **kwargs)
@@ -168,10 +168,10 @@ class StepHooks:
                     self._around_steps = Activity.USER
                     if not self._recorder.bursts.paused:  # a step inside has ended it
                         recorder.switch(Activity.USER)
-            if not recorder.mine():
+            if not recorder.on_training_thread():
                 if recorder.state.steps:
                     return original(*args, **kwargs)
-                recorder.adopt()
+                recorder.use_this_thread()
             recorder.ensure_started()
             self._calls_backward = True
             self._trains()
@@ -204,7 +204,7 @@ class StepHooks:
             return
 
         def computed() -> None:
-            if recorder.mine() and recorder.activity is Activity.BACKWARD:
+            if recorder.on_training_thread() and recorder.activity is Activity.BACKWARD:
                 state.measures_exchange = True
                 recorder.switch(Activity.COMMUNICATION)
 
@@ -224,7 +224,7 @@ class StepHooks:
 
         def grad(*args: Any, **kwargs: Any) -> Any:
             slopes = timed_grad(*args, **kwargs)
-            if not self._calls_backward and not self._state.optimizers and recorder.mine():
+            if not self._calls_backward and not self._state.optimizers and recorder.on_training_thread():
                 self._update_by_hand()
             return slopes
 
@@ -248,7 +248,7 @@ class StepHooks:
         Python does not know autograd's threads, and the training thread waits for them.
         """
         recorder = self._recorder
-        if recorder.mine():
+        if recorder.on_training_thread():
             return True
         if not recorder.active or self._around_steps is not Activity.BACKWARD:
             return False
@@ -268,7 +268,7 @@ class StepHooks:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self._recorder
-        if self.capture is not None and recorder.mine():
+        if self.capture is not None and recorder.on_training_thread():
             self.capture.optimizers.append(weakref.ref(optimizer))
             return
         if not recorder.active or recorder.bursts.paused or self._torch.compiler.is_compiling():
@@ -276,7 +276,7 @@ class StepHooks:
         if not self._trains_here():
             if recorder.state.steps:
                 return
-            recorder.adopt()
+            recorder.use_this_thread()
         key = id(optimizer)
         if key not in self._state.optimizers:
             self._add_optimizer(optimizer)
@@ -292,7 +292,7 @@ class StepHooks:
         if self.capture is not None:
             return
         if recorder.bursts.paused:
-            if id(optimizer) in self._steps_count and (recorder.mine() or self._trains_here()):
+            if id(optimizer) in self._steps_count and (recorder.on_training_thread() or self._trains_here()):
                 recorder.counted_step()
             return
         if not self._trains_here() or id(optimizer) not in self._stepping or self._torch.compiler.is_compiling():
@@ -358,7 +358,7 @@ class StepHooks:
         recorder, state = self._recorder, self._state
 
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not recorder.mine() or not scaler.is_enabled():
+            if not recorder.on_training_thread() or not scaler.is_enabled():
                 return original(scaler, optimizer, *args, **kwargs)
             recorder.resume()
             state.scaler = True
@@ -367,7 +367,7 @@ class StepHooks:
             try:
                 return original(scaler, optimizer, *args, **kwargs)
             finally:
-                if state.optimizer_calls == calls and recorder.mine():
+                if state.optimizer_calls == calls and recorder.on_training_thread():
                     inner = getattr(optimizer, "optimizer", optimizer)
                     self._stepped(id(inner), skipped=True)
                 else:
@@ -389,7 +389,7 @@ class StepHooks:
         recorder = self._recorder
 
         def train(module: Any, mode: bool = True) -> Any:
-            if not recorder.mine() or self._depth_of_train:
+            if not recorder.on_training_thread() or self._depth_of_train:
                 return original(module, mode)
             self._depth_of_train += 1
             try:

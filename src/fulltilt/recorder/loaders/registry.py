@@ -43,7 +43,7 @@ class LoaderRegistry:
         self.feeding: LoaderStats | None = None
         self.unused = False  # a batch was drawn for training, and no backward has come since
         workers.own_recorder = recorder
-        self.mailbox = workers.Mailbox()
+        self.worker_socket = workers.WorkerSocket()
         self.starting_workers = False
         self.override: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
         # Called for each pass with the loader, its stats and DataLoader.__iter__; returns the source of batches.
@@ -161,7 +161,7 @@ class LoaderRegistry:
         if recorder.active and self._measures:
             recorder.ensure_started()
         # What a DataLoader draws from, or another such iterator, is a part of it.
-        if not recorder.mine() or recorder.activity is not Activity.USER:
+        if not recorder.on_training_thread() or recorder.activity is not Activity.USER:
             return begin()
         where, _ = users_line()
         with self._lock:
@@ -177,7 +177,7 @@ class LoaderRegistry:
         recorder = self.recorder
         recorder.ensure_started()
         # Inside next() of another loader, as in the engine's steps, the wait is measured there.
-        if not recorder.active or (recorder.mine() and recorder.activity is Activity.DATA_WAIT):
+        if not recorder.active or (recorder.on_training_thread() and recorder.activity is Activity.DATA_WAIT):
             return batches
         stats = self._by_loader.get(loader)
         if stats is None:
@@ -195,7 +195,7 @@ class LoaderRegistry:
         stats.passes += 1
         stats.in_pass = True
         stats.pass_began_s = time.perf_counter()
-        if not recorder.mine():
+        if not recorder.on_training_thread():
             return start()
         began = time.perf_counter()
         before = recorder.switch(Activity.EPOCH_TURNOVER, PassBegan(stats.loader_id, self.evaluating(stats)))
@@ -222,14 +222,14 @@ class LoaderRegistry:
     def start_workers(self, start: Callable[[], Any], stats: LoaderStats, module: str = TORCHS_ITERATORS) -> Any:
         """Call ``start``, whose workers run the measured loop in place of the one that ``module`` gives them."""
         home = workers.home_of_loop(module)
-        mailbox = self.mailbox.opened()
-        if mailbox is None:
+        sending = self.worker_socket.opened()
+        if sending is None:
             return start()
         with self._start_lock:
             loop, dump = home._worker_loop, reduction.dump
             if getattr(loop, "func", None) is not workers.run_worker:  # a data set may start workers of its own
                 workers.plain_loops[home.__name__] = loop
-            home._worker_loop = partial(workers.run_worker, mailbox, stats.loader_id, stats.passes, home.__name__)
+            home._worker_loop = partial(workers.run_worker, sending, stats.loader_id, stats.passes, home.__name__)
             reduction.dump = partial(_count_pickled, stats, dump)  # called for workers that are not forked
             self.starting_workers = True
             try:

@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fulltilt.recorder.interpreter_lock import LockTurns, cpu_clock, cpu_times_s, wake_on_time
+from fulltilt.recorder.interpreter_lock import SwitchInterval, cpu_clock, cpu_times_s, wake_on_time
 from fulltilt.recorder.loaders.batches import compressed_chunks
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, stack_of, view_of
 from fulltilt.recorder.user_code import leave_out_ours
@@ -91,7 +91,7 @@ class WorkerMessage:
     chunks: str | None = None
 
 
-class Mailbox:
+class WorkerSocket:
     """The recorder's end of a nameless pair of sockets: only the workers that inherit the other end can write to it."""
 
     def __init__(self) -> None:
@@ -129,8 +129,8 @@ def _plus(spent: Clocks, began: Clocks, ended: Clocks) -> Clocks:
 class FetchTimer:
     """Adds up what this worker's fetches cost, and sends it to the recorder."""
 
-    def __init__(self, mailbox: socket.socket, loader_id: int, in_pass: int = 0) -> None:
-        self._socket = mailbox
+    def __init__(self, sending: socket.socket, loader_id: int, in_pass: int = 0) -> None:
+        self._socket = sending
         self._message = WorkerMessage(loader_id, os.getpid(), in_pass)
         self._lines = LineTimes()
         self._began_s = self._last_sample = time.perf_counter()
@@ -162,14 +162,14 @@ class FetchTimer:
     def observe(self, stop: threading.Event) -> None:
         """Sample the worker's stack; runs on a thread of its own."""
         wake_on_time()
-        lock_turns = LockTurns()
-        lock_turns.share()
-        lock_turns.begin_wait(self._cpu_clock)
+        switch_interval = SwitchInterval()
+        switch_interval.apply()
+        switch_interval.begin_wait(self._cpu_clock)
         next_send = time.perf_counter() + SEND_EVERY_S
         jitter = Random()  # our own: the job's random numbers are the job's
         sampled, every_s = 0, EARLY_SAMPLE_EVERY_S
         while not stop.wait(every_s * (0.5 + jitter.random())):
-            lock_turns.end_wait()
+            switch_interval.end_wait()
             now = time.perf_counter()
             since, self._last_sample = now - self._last_sample, now
             try:
@@ -181,13 +181,13 @@ class FetchTimer:
                     self._files.look()
                 if now >= next_send:
                     next_send = now + SEND_EVERY_S
-                    lock_turns.share()
+                    switch_interval.apply()
                     self.send()
             except Exception:  # nothing of ours may end or disturb the user's worker
                 if os.environ.get("FULLTILT_DEBUG"):
                     raise
-            every_s = lock_turns.every_s(EARLY_SAMPLE_EVERY_S if sampled < EARLY_SAMPLES else SAMPLE_EVERY_S)
-            lock_turns.begin_wait(self._cpu_clock)
+            every_s = switch_interval.every_s(EARLY_SAMPLE_EVERY_S if sampled < EARLY_SAMPLES else SAMPLE_EVERY_S)
+            switch_interval.begin_wait(self._cpu_clock)
 
     def _look_at_memory(self) -> None:
         """Read the memory whenever the number of messages has doubled: the kernel walks all pages for it."""
@@ -275,13 +275,13 @@ def allowed_cpus() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(os.getpid())))
 
 
-def run_worker(mailbox: socket.socket, loader_id: int, in_pass: int, home: str, *args: Any) -> None:
+def run_worker(sending: socket.socket, loader_id: int, in_pass: int, home: str, *args: Any) -> None:
     """Run the worker loop of ``home`` with a timer around each fetch; just the loop where that fails."""
     original = plain_loops.get(home) or importlib.import_module(home)._worker_loop
     if own_recorder is not None:
         own_recorder.active = False
     try:
-        timer = FetchTimer(mailbox, loader_id, in_pass)
+        timer = FetchTimer(sending, loader_id, in_pass)
         stop = threading.Event()
         _measure_fetches(timer)
         threading.Thread(target=timer.observe, args=(stop,), name="fulltilt-worker", daemon=True).start()

@@ -130,7 +130,7 @@ class Measuring:
 
     def _went_backward(self, loss: Any) -> None:
         """Where no optimizer of torch's steps, as with fastai's own or updates by hand, each backward is a step."""
-        if self._optimizer is not None or os.getpid() != self._pid or not self._session.recorder.mine():
+        if self._optimizer is not None or os.getpid() != self._pid or not self._session.recorder.on_training_thread():
             return
         self._backwards += 1
         if self._backwards >= BACKWARDS_WITHOUT_OPTIMIZER:
@@ -138,7 +138,7 @@ class Measuring:
             self._count_step()
 
     def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if os.getpid() != self._pid or not self._session.recorder.mine():
+        if os.getpid() != self._pid or not self._session.recorder.on_training_thread():
             return
         if self._optimizer is None:
             self._optimizer = id(optimizer)
