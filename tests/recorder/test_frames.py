@@ -557,9 +557,9 @@ def test_what_starts_our_own_command_line_is_no_line_of_the_users() -> None:
 
 
 def test_the_feeds_loaders_have_a_place_only_where_the_user_draws_from_them() -> None:
-    where, made_by = called_from("feed/loader.py", registry._place)
+    where, made_by = called_from("feed/loader.py", registry._feed_call_site)
     assert (where.partition(":")[0], made_by) == ("tests/recorder/test_frames.py", None)
-    assert called_from("train/loop.py", registry._place) == (None, "fulltilt")
+    assert called_from("train/loop.py", registry._feed_call_site) == (None, "fulltilt")
 
 
 def test_an_installation_below_a_folder_named_train_is_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,8 +567,8 @@ def test_an_installation_below_a_folder_named_train_is_not_the_engine(monkeypatc
     monkeypatch.setattr(user_code, "_HOME", home)
     user_code.owner.cache_clear()
     try:
-        assert called_from(f"{home}feed/loader.py", registry._place)[1] is None
-        assert called_from(f"{home}train/loop.py", registry._place) == (None, "fulltilt")
+        assert called_from(f"{home}feed/loader.py", registry._feed_call_site)[1] is None
+        assert called_from(f"{home}train/loop.py", registry._feed_call_site) == (None, "fulltilt")
         assert user_code.own_package("/home/me/train/x.py") is None
     finally:
         user_code.owner.cache_clear()
