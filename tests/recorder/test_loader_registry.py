@@ -228,4 +228,4 @@ def test_a_draw_measures_the_pause_before_it(session: Session) -> None:
             time.sleep(0.005)
     (stats,) = session.loaders.all
     assert len(stats.draws) == 8, "without the first of each pass"
-    assert all(pause_s >= 0.005 > wait_s for pause_s, wait_s in stats.draws)
+    assert all(gap_s >= 0.005 > wait_s for gap_s, wait_s in stats.draws)

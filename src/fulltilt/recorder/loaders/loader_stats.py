@@ -54,7 +54,9 @@ class LoaderStats:
     first_wait_s: float = 0.0
     restart_s: float = 0.0
     arrived: tuple[int, float] = (-1, 0.0)  # how many batches had come, and when the last of them did
-    draws: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LATEST_DRAWS))  # pause, wait
+    draws: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=LATEST_DRAWS)
+    )  # gap since the draw before, wait
     pickled_workers: int = 0
     pickled_bytes: int = 0
     pickle_s: float = 0.0
@@ -151,16 +153,16 @@ class LoaderStats:
 def wait_slope(draws: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
     """How the wait for a batch changes with each second between the draws, and three standard errors of that.
 
-    By differences from draw to draw: a job that slows down has both longer pauses and longer waits. None where there
-    are too few draws; long pauses (a validation) do not count.
+    By differences from draw to draw: a job that slows down has both longer gaps and longer waits. None where there
+    are too few draws; long gaps (a validation) do not count.
     """
-    usual_s = 2 * median(pause_s for pause_s, _ in draws) if draws else 0.0
+    usual_s = 2 * median(gap_s for gap_s, _ in draws) if draws else 0.0
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(draws) if max(a[0], b[0]) <= usual_s]
-    spread = sum(pause_s**2 for pause_s, _ in steps)
+    spread = sum(gap_s**2 for gap_s, _ in steps)
     if len(steps) < FEWEST_DRAWS or not spread:
         return None
-    slope = sum(pause_s * wait_s for pause_s, wait_s in steps) / spread
-    left = sum((wait_s - slope * pause_s) ** 2 for pause_s, wait_s in steps)
+    slope = sum(gap_s * wait_s for gap_s, wait_s in steps) / spread
+    left = sum((wait_s - slope * gap_s) ** 2 for gap_s, wait_s in steps)
     return slope, 3 * (left / spread / len(steps)) ** 0.5
 
 
