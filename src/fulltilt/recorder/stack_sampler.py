@@ -165,7 +165,7 @@ class StackSampler:
             recorder.evaluates(on)
 
     def _is_undecided(self, view: StackView) -> bool:
-        """Whether only later marks show what this was: on a CPU, torch may compute or make a batch; so a generator."""
+        """Whether only later marks show if this work, torch's on a CPU or a generator's, made a batch."""
         return not view.of_training and (
             view.kind == "data_wait" or (view.kind == "torch" and self._recorder.clock is None)
         )

@@ -56,7 +56,7 @@ class LoaderStats:
     arrived: tuple[int, float] = (-1, 0.0)  # how many batches had come, and when the last of them did
     draws: deque[tuple[float, float]] = field(
         default_factory=lambda: deque(maxlen=LATEST_DRAWS)
-    )  # gap since the draw before, wait
+    )  # gap before, wait
     pickled_workers: int = 0
     pickled_bytes: int = 0
     pickle_s: float = 0.0
