@@ -85,7 +85,7 @@ class Recorder:
         return before
 
     def stepped(self) -> None:
-        """An optimizer call has ended. After a burst of short steps measuring pauses."""
+        """An optimizer call has ended. After a burst of short steps the recorder pauses."""
         bursts = self.bursts
         bursts.measured()
         if bursts.plan is not None and bursts.measured_calls >= bursts.plan.measured_calls:

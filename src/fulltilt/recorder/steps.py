@@ -216,10 +216,10 @@ class StepCounter:
 
 # --------------------------------------------------------------------------- short steps
 
-# Short steps are measured in bursts: a step of 2 ms cannot bear the cost of a full measurement. Between two bursts
-# measuring pauses and steps are only counted; their time is divided as that of the measured ones. Nothing rare is
-# missed: a long wait and a long step are booked as they are, and saving, evaluating, the end of a pass and everything
-# else out of the ordinary end the pause.
+# Short steps are measured in bursts: a step of 2 ms cannot bear the cost of a full measurement. In the pause after each
+# burst, steps are only counted, and their time is divided as that of the measured ones. Nothing rare is missed: a long
+# wait and a long step are booked as they are, and saving, evaluating, the end of a pass and everything else out of the
+# ordinary end the pause.
 MEASURED_STEPS = 16
 # Steps are measured one and all until there are this many, and while they take longer than a short one.
 MEASURE_ALL_FIRST = 300
@@ -249,7 +249,7 @@ class BurstPlan:
 
 @dataclass
 class Bursts:
-    """Measuring in bursts: whether it pauses, and what was only counted since it does, in calls of optimizers.
+    """Measuring in bursts: whether it has paused, and what was only counted since then, in calls of optimizers.
 
     Totals over measured calls are weighted: each call of a burst has the ``weight`` of itself and its part of the calls
     in the pause before.

@@ -54,9 +54,7 @@ class LoaderStats:
     first_wait_s: float = 0.0
     restart_s: float = 0.0
     arrived: tuple[int, float] = (-1, 0.0)  # how many batches had come, and when the last of them did
-    draws: deque[tuple[float, float]] = field(
-        default_factory=lambda: deque(maxlen=LATEST_DRAWS)
-    )  # gap before, wait
+    draws: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LATEST_DRAWS))  # gap before, wait
     pickled_workers: int = 0
     pickled_bytes: int = 0
     pickle_s: float = 0.0
