@@ -64,7 +64,7 @@ def patched(happened: list[Any]) -> Iterator[Callable[..., ExitHooks]]:
     swapped = Patches()
 
     def install() -> ExitHooks:
-        recorder: Any = SimpleNamespace(active=True, pid=os.getpid(), mine=lambda: False)
+        recorder: Any = SimpleNamespace(active=True, pid=os.getpid(), on_training_thread=lambda: False)
         patches = ExitHooks(recorder, lambda status: happened.append(("written", status)))
         patches.install(swapped)
         return patches

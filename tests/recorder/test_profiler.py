@@ -113,7 +113,9 @@ def test_a_trace_that_cannot_begin_is_not_tried_at_every_step() -> None:
 
 def test_bursts_take_at_most_half_a_percent_of_a_job_that_has_had_one(monkeypatch: pytest.MonkeyPatch) -> None:
     state = SimpleNamespace(kernels=None)
-    recorder: Any = SimpleNamespace(switch=lambda activity: activity, state=state, clock=object(), mine=lambda: True)
+    recorder: Any = SimpleNamespace(
+        switch=lambda activity: activity, state=state, clock=object(), on_training_thread=lambda: True
+    )
     profiler = StepProfiler(torch, recorder)
     began: list[float] = []
     now_s = 0.0
