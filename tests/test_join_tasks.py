@@ -100,7 +100,7 @@ def test_a_lost_node_is_told_as_missing(tmp_path: Path) -> None:
     assert run.run.state == "crashed"
     assert run.warnings == (
         "no record of rank 3",
-        "host1 is missing: the others have ended, and no end of its part was recorded",
+        "host1 is missing: the others have ended, but its end was not recorded",
     )
     job = answer(run).job
     assert job is not None
@@ -112,7 +112,7 @@ def test_a_task_that_never_trained_is_told_with_its_end(tmp_path: Path) -> None:
     write_task(tmp_path, 1, (), state="crashed")
     assert store.load(tmp_path).warnings == (
         "no record of rank 2, 3",
-        "host1 has trained nothing: its part was crashed (exit code -15)",
+        "host1 has trained nothing: crashed (exit code -15)",
     )
 
 
@@ -171,7 +171,7 @@ def test_the_newest_of_two_jobs_in_a_folder_is_read(tmp_path: Path) -> None:
 def test_trainings_apart_from_each_other_are_not_joined(tmp_path: Path) -> None:
     for number in range(2):
         write_task(tmp_path, number, (0,), group=None, world=1)
-    with pytest.raises(NotARunFolder, match="2 trainings that were started together and trained apart"):
+    with pytest.raises(NotARunFolder, match="2 trainings that were started together but are separate jobs"):
         store.load(tmp_path)
 
 

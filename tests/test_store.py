@@ -101,7 +101,7 @@ def test_a_file_that_took_the_place_of_ours_is_not_written_to(tmp_path: Path) ->
     writer = store.LineWriter(path)
     path.rename(tmp_path / "aside.jsonl")
     path.write_text('{"of": "the next run"}\n')
-    with pytest.raises(RunFolderError, match="another file has taken its place"):
+    with pytest.raises(RunFolderError, match="another file has replaced it"):
         writer.write([a_sample(0)])
     assert path.read_text() == '{"of": "the next run"}\n'
 
@@ -419,7 +419,7 @@ def test_spans_without_their_ranks_record_are_left_out_with_a_warning(tmp_path: 
     (tmp_path / store.rank_file(1)).unlink()
     run = store.load(tmp_path)
     assert len(run.spans) == len(run.ranks) == 1
-    assert run.warnings == ("steps.rank-1.jsonl is left out: its rank's own record is not there",)
+    assert run.warnings == ("steps.rank-1.jsonl was not read: the record of its rank is missing",)
 
 
 def test_a_run_folder_may_be_given_relative_to_the_working_folder(

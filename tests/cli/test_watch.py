@@ -195,8 +195,8 @@ FOREIGN = {
         (["--interval", "nan"], 2, "--interval nan is not between"),
         (["--out", "{tmp}/nowhere/s.jsonl"], 7, "cannot write {tmp}/nowhere/s.jsonl: No such file or directory"),
         (["--out", "{tmp}"], 7, "cannot write {tmp}: Is a directory"),
-        (["--once", "--out", "{tmp}/pipe"], 7, "cannot write {tmp}/pipe: it is no plain file"),
-        (["--once", "--out", "/dev/null"], 7, "cannot write /dev/null: it is no plain file"),
+        (["--once", "--out", "{tmp}/pipe"], 7, "cannot write {tmp}/pipe: it is not a regular file"),
+        (["--once", "--out", "/dev/null"], 7, "cannot write /dev/null: it is not a regular file"),
         *((["--out", f"{{tmp}}/{name}"], 2, f"{{tmp}}/{name} exists and holds something else") for name in FOREIGN),
     ],
 )

@@ -111,8 +111,8 @@ def test_what_is_no_checkpoint_at_all(content: bytes, tmp_path: Path) -> None:
         ("nothing.pth", "does not exist"),
         (".", "is no checkpoint folder"),
         ("https://x.org/a.pth", "does not exist"),
-        ("pipe.pt", "pipe.pt cannot be read: .*no plain file"),
-        ("pipe.safetensors", "pipe.safetensors cannot be read: .*no plain file"),
+        ("pipe.pt", "pipe.pt cannot be read: .*not a regular file"),
+        ("pipe.safetensors", "pipe.safetensors cannot be read: .*not a regular file"),
     ],
 )
 def test_a_path_without_weights(path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

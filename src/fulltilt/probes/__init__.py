@@ -1,1 +1,1 @@
-"""What the machine does: GPUs through NVML, the host, its storage, and a sampler that takes them all."""
+"""Readings of the machine: GPUs through NVML, the host, its storage, and a sampler that takes them every second."""

@@ -1,4 +1,4 @@
-"""Mounted file systems, and the limits that a control group sets: CPUs and memory."""
+"""Mounted file systems, and the CPU and memory limits of cgroups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Mount:
 
 
 def read_mounts(root: Path = Path("/")) -> tuple[Mount, ...]:
-    """All mounts in the order they were made; empty where there is no /proc."""
+    """All mounts in the order they were made; empty without /proc."""
     try:
         lines = (root / "proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -40,7 +40,7 @@ def read_mounts(root: Path = Path("/")) -> tuple[Mount, ...]:
 
 
 def mount_of(folder: Path, mounts: tuple[Mount, ...]) -> Mount | None:
-    """The mount on which ``folder`` (an absolute path without links) lies: the deepest, of equals the last made."""
+    """The mount of ``folder`` (an absolute path without links): the deepest, of several the last one made."""
     found = None
     for mount in mounts:
         if folder.is_relative_to(mount.point) and (found is None or len(mount.point) >= len(found.point)):
@@ -59,7 +59,7 @@ _NO_LIMIT_BYTES = 2**60
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that the tightest group above this process grants; None without a quota."""
+    """The tightest CPU quota of the cgroups of this process, in CPUs; None without a quota."""
     quotas = [quota for folder in _groups("cpu", root) if (quota := _quota_of(folder)) is not None]
     return min(quotas, default=None)
 
@@ -79,7 +79,7 @@ def _first_version(group: Path) -> tuple[str, str]:
 
 
 class MemoryGroup:
-    """The control group with the tightest memory limit above this process."""
+    """The cgroup with the tightest memory limit for this process."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self._folder = folder
@@ -87,12 +87,12 @@ class MemoryGroup:
 
     @classmethod
     def find(cls, root: Path = Path("/")) -> MemoryGroup | None:
-        """The group that limits this process most; None without a limit."""
+        """The group with the tightest limit; None without a limit."""
         limited = [cls(folder, limit) for folder in _groups("memory", root) if (limit := _memory_limit_of(folder))]
         return min(limited, key=lambda group: group.limit_bytes, default=None)
 
     def used_bytes(self) -> int | None:
-        """What the group holds without page cache that the kernel would drop before it fails an allocation."""
+        """Memory of the group, without page cache that the kernel would drop before an allocation fails."""
         words = _words(self._folder / "memory.current") or _words(self._folder / "memory.usage_in_bytes")
         if not words or not words[0].isdigit():
             return None
@@ -101,7 +101,7 @@ class MemoryGroup:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes that the kernel has killed so far for lack of memory: of our own group, else of the whole machine."""
+    """Processes that the kernel has killed for lack of memory: of our own group, or of the whole machine."""
     for folder in _groups("memory", root):
         for file in ("memory.events", "memory.oom_control"):  # version 2 and 1
             words = _words(folder / file)
@@ -118,14 +118,14 @@ def _memory_limit_of(group: Path) -> int | None:
 
 
 def _statistic(file: Path, names: tuple[str, str]) -> int:
-    # Version 1 has both names in one file; the later, "total", counts the groups below too, as the use does.
+    # Version 1 has both names in one file; "total" includes the groups below, as the usage does.
     words = _words(file)
     found = dict(zip(words[::2], words[1::2], strict=False))
     return int(found.get(names[1]) or found.get(names[0]) or 0)
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of the group of this process and of those above it, for each version that has the controller."""
+    """The folders of this process's group and of those above it, for each cgroup version with the controller."""
     ours = _our_groups(root)
     for mount in read_mounts(root):
         if mount.filesystem == "cgroup2" and "" in ours:
@@ -135,7 +135,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         else:
             continue
         top = root / mount.point.lstrip("/")
-        # A container without a namespace of its own sees the host's path, of which the mount shows the lower part.
+        # A container without a cgroup namespace sees the host's path, of which the mount shows the lower part.
         shown = mount.shows.rstrip("/")
         folder = top / path.removeprefix(shown).strip("/") if f"{path}/".startswith(f"{shown}/") else top
         if ".." in folder.parts or not folder.is_dir():

@@ -68,8 +68,7 @@ class GpuProcesses:
     """Reads the compute processes on a GPU (MPS clients included). Ours are ``root_pid`` and all that it started.
 
     The driver knows nothing of PID namespaces: inside a container it names processes by the host's numbers, or by 0.
-    A number that cannot be found here may therefore be our own process, and counts as ours: calling the user's own
-    job a stranger would be a false alarm.
+    A number that is not found here may therefore be our own process, and counts as ours to avoid false alarms.
     """
 
     def __init__(self, nvml: Nvml, root_pid: int, proc: Path = Path("/proc")) -> None:
@@ -77,11 +76,11 @@ class GpuProcesses:
         self._root_pid = root_pid
         self._proc = proc
         self._same_numbers = _numbers_are_the_drivers(proc)
-        self._look_once = lru_cache(256)(self._look)  # psutil tells numbers that are used again apart
+        self._look_once = lru_cache(256)(self._look)  # psutil.Process differs for a reused number
 
     def read(self, handle: Any) -> tuple[GpuProcess, ...] | None:
-        """The processes in order of their ids; None where the driver does not tell. Raises GpuLost."""
-        # By version: the plain names raise a foreign exception type. The drivers that torch runs on know the third.
+        """The processes in order of their ids; None where the driver does not report them. Raises GpuLost."""
+        # The names without a version raise another exception type. All drivers that torch runs on have version 3.
         compute = self._nvml.query("nvmlDeviceGetComputeRunningProcesses_v3", handle)
         of_mps = self._nvml.query("nvmlDeviceGetMPSComputeRunningProcesses_v3", handle)
         if compute is None:
@@ -112,7 +111,7 @@ class GpuProcesses:
         return name, pid == 0 or not self._same_numbers
 
     def _uses_a_gpu(self, pid: int) -> bool:
-        """Whether the process that has this number here has an NVIDIA device open. False if we may not know."""
+        """Whether the process with this number has an NVIDIA device open. False if we may not look."""
         try:
             links = (self._proc / str(pid) / "fd").iterdir()
             return any(str(link.readlink()).startswith("/dev/nvidia") for link in links)
@@ -124,7 +123,7 @@ def _numbers_are_the_drivers(proc: Path) -> bool:
     try:
         return (proc / "self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
     except OSError:
-        return not (proc / "self").exists()  # Windows has no PID namespaces; a Linux that hides them may have one
+        return not (proc / "self").exists()  # Windows has no PID namespaces; without /proc Linux may have one
 
 
 # --------------------------------------------------------------------------- device
@@ -132,7 +131,7 @@ def _numbers_are_the_drivers(proc: Path) -> bool:
 
 @dataclass(slots=True)
 class Device:
-    """A GPU with what does not change about it. ``board`` is the whole GPU where ``handle`` is a MIG device."""
+    """A GPU and its constant properties. ``board`` is the whole GPU where ``handle`` is a MIG device."""
 
     uuid: str
     index: int
@@ -145,7 +144,7 @@ class Device:
     temperature_limit_c: float | None = None
 
     def describe(self, nvml: Nvml, clock: Callable[[], float]) -> None:
-        """Ask for everything that does not change. What a lost GPU does not answer stays unknown."""
+        """Read the constant properties. Those of a lost GPU stay unknown."""
         module = nvml.module
         try:
             name = nvml.query("nvmlDeviceGetName", self.handle) or nvml.query("nvmlDeviceGetName", self.board)
@@ -158,14 +157,14 @@ class Device:
             if self.handle is self.board or instance is not None:
                 self.gpm = Gpm.open(nvml, self.board, instance, clock)
         except GpuLost:
-            pass  # the readings will say so
+            pass  # the readings show it
 
     def _slowdown_c(self, nvml: Nvml) -> float | None:
         slowdown = nvml.module.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
         limit = nvml.query("nvmlDeviceGetTemperatureThreshold", self.board, slowdown)
         if limit is not None:
             return float(limit)
-        # Newer GPUs tell the distance to that temperature instead.
+        # Newer GPUs report the distance to that temperature instead.
         margin, now_c = nvml.query("nvmlDeviceGetMarginTemperature", self.board), self.temperature_c(nvml)
         return None if margin is None or now_c is None else now_c + margin
 
@@ -176,7 +175,7 @@ class Device:
         return None if degrees is None else float(degrees)
 
     def close(self) -> None:
-        """Give back what the driver holds for us."""
+        """Release the driver's buffers."""
         if self.gpm is not None:
             with contextlib.suppress(GpuLost):
                 self.gpm.close()
@@ -185,7 +184,7 @@ class Device:
 def find_devices(
     nvml: Nvml, environ: Mapping[str, str] | None, clock: Callable[[], float]
 ) -> tuple[tuple[Device, ...], str | None]:
-    """The GPUs that a job with this environment sees (None: every GPU), and why there are none. Raises GpuLost."""
+    """The GPUs that are visible in this environment (None: all), and why there are none. Raises GpuLost."""
     boards = dict(_boards(nvml))
     if not boards:
         return (), "the NVIDIA driver sees no GPU that this user may use"
@@ -210,7 +209,7 @@ def _boards(nvml: Nvml) -> Iterator[tuple[str, Any]]:
             handle = nvml.query("nvmlDeviceGetHandleByIndex", number)
             uuid = None if handle is None else nvml.query("nvmlDeviceGetUUID", handle)
         except GpuLost:
-            continue  # it fell off the bus before we came; the others are still there
+            continue  # it fell off the bus; the others are still there
         if uuid is not None:
             yield uuid, handle
 
@@ -221,7 +220,7 @@ def _visible(nvml: Nvml, boards: dict[str, Any], environ: Mapping[str, str]) -> 
     by_uuid = {mig[0]: mig for found in migs.values() for mig in found}
     ordered = list(boards)
     if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        # NVML's order is that of the PCI bus; CUDA's own puts the fastest first, by an estimate such as this one.
+        # NVML orders by PCI bus; CUDA puts the fastest first, by an estimate like this one.
         ordered.sort(key=lambda uuid: -_speed(nvml, boards[uuid]))
     for uuid in visible_uuids(environ.get("CUDA_VISIBLE_DEVICES"), ordered, list(by_uuid)):
         if uuid in by_uuid:
@@ -229,7 +228,7 @@ def _visible(nvml: Nvml, boards: dict[str, Any], environ: Mapping[str, str]) -> 
         elif not _is_split(nvml, boards[uuid]):
             yield uuid, boards[uuid], boards[uuid]
         elif migs[uuid]:
-            yield migs[uuid][0]  # of a GPU that is split by MIG, CUDA uses the first device
+            yield migs[uuid][0]  # of a GPU with MIG, CUDA uses the first device
 
 
 def _is_split(nvml: Nvml, board: Any) -> bool:
@@ -255,7 +254,7 @@ def _speed(nvml: Nvml, board: Any) -> int:
 
 # --------------------------------------------------------------------------- gpu
 
-# Clock event reasons that slow a busy GPU down. Left out: idle, clocks set by the user, and the display's setting.
+# Clock event reasons that slow a busy GPU down, without idle, clocks set by the user, and the display's setting.
 THROTTLE_REASONS = (
     (0x004, "power_cap"),
     (0x008, "hw_slowdown"),
@@ -267,10 +266,10 @@ THROTTLE_REASONS = (
     (0x400, "reliability"),
 )
 
-# A driver before 535 knows them by their old name.
+# Drivers before 535 only know the old name.
 _CLOCK_EVENTS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 
-# The energy counter takes an H200 5 to 12 ms. All GPUs are asked now and then, and the readings between have None.
+# Reading the energy counter of an H200 takes 5 to 12 ms: it is read now and then, and None in between.
 _ENERGY_SHARE = 0.001
 
 
@@ -305,7 +304,7 @@ class Gpus:
             environ = None if all_devices else os.environ if environ is None else environ
             gpus._begin(Nvml(nvml), environ, root_pid or os.getpid(), clock)
         except GpuLost:
-            gpus.why_none = "the driver lost its GPUs; dmesg tells why (look for Xid)"
+            gpus.why_none = "the driver lost its GPUs; see the Xid errors in dmesg"
         except Exception as error:  # a damaged driver must not end the job that we only watch
             gpus.why_none = f"NVML failed: {error!r}"
         return gpus
@@ -338,7 +337,7 @@ class Gpus:
     def _read_device(self, nvml: Nvml, device: Device, asks_energy: bool) -> GpuReading:
         module, handle, board = nvml.module, device.handle, device.board
         use = nvml.query("nvmlDeviceGetUtilizationRates", handle)
-        # In the second version the driver's own reserve is not counted as used.
+        # Version 2 does not count the driver's own reserve as used.
         memory = nvml.query("nvmlDeviceGetMemoryInfo", handle, module.nvmlMemory_v2)
         power_mw = nvml.query("nvmlDeviceGetPowerUsage", handle)
         power_limit_mw = nvml.query("nvmlDeviceGetEnforcedPowerLimit", handle)

@@ -19,8 +19,8 @@ from fulltilt.records import CpuCapacity, HostReading
 
 # --------------------------------------------------------------------------- tree
 
-# Walking /proc costs milliseconds on a large machine, and adding up page tables 5 to 10 ms for each GiB of each
-# process. Together they stay under 0.3 % of a core; a first reading of all processes may cost a quarter of a second.
+# Walking /proc takes milliseconds on a large machine, and reading PSS 5 to 10 ms for each GiB of each process. Together
+# they stay under 0.3 % of a core; the first reading of all processes may take a quarter of a second.
 _WALK_SHARE = 0.001
 _WALK_CREDIT_S = 0.02
 _PSS_SHARE = 0.0015
@@ -34,7 +34,7 @@ class ProcessTree:
     def __init__(
         self, root_pid: int, clock: Callable[[], float] = time.monotonic, walk_share: float = _WALK_SHARE
     ) -> None:
-        """``walk_share`` of a core may go into finding the members; a monitor outside of the job may spend more."""
+        """``walk_share`` of a core may be spent on finding the processes."""
         self.root_pid = root_pid
         self._clock = clock
         self._walks = RateLimit(walk_share, _WALK_CREDIT_S)
@@ -45,7 +45,7 @@ class ProcessTree:
         self._pss: dict[int, tuple[float, int]] = {}  # pid: (moment, bytes)
 
     def pids(self) -> frozenset[int]:
-        """The process ids of the tree, at most a few seconds old; empty once the root is gone."""
+        """The process ids of the tree, at most a few seconds old; empty when the root has ended."""
         return frozenset(self._walk())
 
     def cpu_pct(self) -> float | None:
@@ -69,8 +69,7 @@ class ProcessTree:
     def pss_bytes(self) -> int | None:
         """Memory of the tree with shared pages counted once, so that forked workers are not counted twice.
 
-        Each process is measured again in turn as the limit allows; None until each has been measured once.
-        Where the kernel does not tell PSS, memory of its own (USS) or its resident set stands for it.
+        Each process is measured in turn as the rate limit allows; None until each has been measured once.
         """
         members = self._walk()
         self._pss = {pid: known for pid, known in self._pss.items() if pid in members}
@@ -85,7 +84,7 @@ class ProcessTree:
 
     def _walk(self) -> dict[int, psutil.Process]:
         if self._walks.due():
-            # By its CPU time: workers that fill the machine would make a walk take long, and be seen too late.
+            # Charged by CPU time: on a full machine walks take longer, but new workers must still be seen in time.
             began_s = time.thread_time()
             try:
                 root = psutil.Process(self.root_pid)
@@ -98,7 +97,7 @@ class ProcessTree:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Memory of a process, pages that it shares counted in part (PSS), or the nearest to it that the system tells."""
+    """Memory of a process, with shared pages counted in part (PSS); USS or RSS where the system has no PSS."""
     try:
         return page_totals(pid)["Pss"]
     except (OSError, KeyError):
@@ -114,7 +113,7 @@ def proportional_bytes(pid: int) -> int:
 
 
 def page_totals(pid: int) -> dict[str, int]:
-    """What the kernel adds up over the pages of a process (Pss, Private_Dirty, …), in bytes. Raises OSError."""
+    """The kernel's totals over the pages of a process (Pss, Private_Dirty, …), in bytes. Raises OSError."""
     with open(f"/proc/{pid}/smaps_rollup", "rb") as file:  # noqa: PTH123 - the fast way, every second
         lines = (line.split() for line in file)
         return {parts[0][:-1].decode(): int(parts[1]) * 1024 for parts in lines if parts[-1] == b"kB"}
@@ -133,7 +132,7 @@ class CoreTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Everything that only grows, at one moment. None is what this system does not keep."""
+    """Counters at one moment; None where the system does not have one."""
 
     at_s: float
     cores: tuple[CoreTimes, ...]
@@ -150,7 +149,7 @@ def read_counters(now_s: float) -> Counters:
 
 
 def rates_between(before: Counters, after: Counters) -> HostReading:
-    """A reading with only what the counters tell: means over the time between the two."""
+    """A reading with means over the time between two readings of the counters."""
     span_s = after.at_s - before.at_s
     pairs = list(zip(before.cores, after.cores, strict=False))  # a core may come or go
     busy_s = [new.busy_s - old.busy_s for old, new in pairs]
@@ -179,7 +178,7 @@ def _pct(part_s: float, total_s: float) -> float:
 
 def _rate(before: int | None, after: int | None, span_s: float) -> float | None:
     if before is None or after is None or span_s <= 0 or after < before:
-        return None  # a counter that fell was reset (a disk was taken out)
+        return None  # a counter that fell was reset (a disk was removed)
     return (after - before) / span_s
 
 
@@ -192,7 +191,7 @@ def _disk_bytes() -> tuple[int | None, int | None]:
 
 
 def _swap_in_bytes() -> int | None:
-    # psutil reads this too, but says 0 on Windows and, where the kernel does not tell, warns through global state.
+    # psutil reads this, too, but gives 0 on Windows and warns globally where the kernel does not report it.
     try:
         with Path("/proc/vmstat").open("rb") as file:
             for line in file:
@@ -205,12 +204,12 @@ def _swap_in_bytes() -> int | None:
 
 # --------------------------------------------------------------------------- host
 
-# Shorter than this, the kernel's counters (10 ms steps) say nothing about a rate.
+# Over less time the kernel's counters (10 ms steps) give no rate.
 _MIN_INTERVAL_S = 0.05
 
 
 def cpu_capacity(root: Path = Path("/")) -> CpuCapacity:
-    """CPUs present, and how many this process may use: the least of affinity and cgroup quota, never 0."""
+    """CPUs present, and how many this process may use, by affinity and cgroup quota."""
     present = psutil.cpu_count() or os.cpu_count() or 1
     affinity = len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
@@ -219,7 +218,7 @@ def cpu_capacity(root: Path = Path("/")) -> CpuCapacity:
 
 
 def _allotted_by_slurm() -> int | None:
-    """CPUs of the job on this node for each of its tasks there; None outside of Slurm."""
+    """The job's CPUs on this node for each of its tasks; None outside of Slurm."""
     on_node = os.environ.get("SLURM_CPUS_ON_NODE", "")
     tasks = os.environ.get("SLURM_TASKS_PER_NODE", "1").partition("(")[0].partition(",")[0]
     return int(on_node) // max(int(tasks), 1) if on_node.isdigit() and tasks.isdigit() else None
@@ -232,7 +231,7 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
 
 
 def memory_headroom_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process could still fill: what the machine has available, within the cgroup limit."""
+    """Memory that this process may still use: what is available on the machine, within the cgroup limit."""
     available = int(psutil.virtual_memory().available)
     group = MemoryGroup.find(root)
     used = None if group is None else group.used_bytes()
@@ -240,7 +239,7 @@ def memory_headroom_bytes(root: Path = Path("/")) -> int:
 
 
 def shared_memory_bytes(root: Path = Path("/")) -> tuple[int | None, int | None]:
-    """Total and free bytes of /dev/shm, through which loader workers hand over batches; None where there is none."""
+    """Total and free bytes of /dev/shm, through which loader workers pass batches; None without it."""
     try:
         usage = shutil.disk_usage(root / "dev/shm")
     except OSError:

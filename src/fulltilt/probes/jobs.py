@@ -1,4 +1,4 @@
-"""The training jobs on this machine: processes on a GPU, and those that Fulltilt started."""
+"""The jobs on this machine: processes on a GPU, and those that Fulltilt records."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fulltilt.records import GpuProcess, JobProcess
 # `fulltilt run` sets this in the environment of the job, and thereby of every process under it.
 RUN_FOLDER_VARIABLE = "FULLTILT_RUN_DIR"
 
-# Reading every process of a large machine takes a tenth of a second. Workers come and go with every epoch: to see
-# them, the tree of each job is walked more often than the job itself could afford.
+# Reading every process of a large machine takes a tenth of a second. Workers come and go with every epoch, so the tree
+# of each job is walked more often than the job itself could afford.
 _SCAN_SHARE = 0.01
 _WALK_SHARE = 0.01
 
 
 class JobProbe:
-    """Finds the jobs and keeps an eye on their process trees."""
+    """Finds the jobs and reads their process trees."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -34,7 +34,7 @@ class JobProbe:
         self._trees: dict[int, ProcessTree] = {}
 
     def read(self, on_gpus: Iterable[GpuProcess] = ()) -> tuple[JobProcess, ...]:
-        """The processes on GPUs, then the roots of Fulltilt's runs that have none there."""
+        """The processes on GPUs, then the root processes of recorded runs without a process on a GPU."""
         if self._scans.due():
             with self._scans.spend():
                 self._scan()
@@ -49,7 +49,7 @@ class JobProbe:
             pid: self._trees.get(pid) or ProcessTree(pid, self._clock, _WALK_SHARE) for pid in (*names, *roots)
         }
         jobs = [self._describe(pid, names.get(pid)) for pid in (*names, *roots)]
-        return tuple(job for job in jobs if job.name is not None or job.pid in names)  # roots that have not ended
+        return tuple(job for job in jobs if job.name is not None or job.pid in names)  # without roots that have ended
 
     def _scan(self) -> None:
         self._processes = {process.pid: process for process in psutil.process_iter(["ppid", "environ"])}
@@ -67,7 +67,7 @@ class JobProbe:
         with contextlib.suppress(psutil.Error, KeyError):
             name = self._processes[pid].name()
         if name is None or name_on_gpu not in (None, name):
-            # The driver may count processes otherwise than we do (a container); this number is somebody else's here.
+            # In a container the driver may use other numbers: this one is another process here.
             return JobProcess(pid, name_on_gpu)
         tree = self._trees[pid]
         return JobProcess(
@@ -87,5 +87,5 @@ def still_running(folder: Path) -> tuple[int, ...]:
 
 
 def _run_folder(process: psutil.Process) -> str | None:
-    """By the environment that process_iter has asked for; None where it is another user's."""
+    """From the environment of the process; None for another user's process."""
     return (process.info["environ"] or {}).get(RUN_FOLDER_VARIABLE)

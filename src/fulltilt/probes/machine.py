@@ -1,4 +1,4 @@
-"""The machine in one record, without importing torch."""
+"""A record of the machine, made without importing torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def describe_machine(gpus: Gpus) -> Machine:
 
 
 def torch_versions() -> tuple[str | None, str | None]:
-    """torch's version and the CUDA version it was built for, read from its files; None where there is none."""
+    """The versions of torch and of its CUDA, read from torch's files; None where there is none."""
     try:
         torch = importlib.metadata.distribution("torch")
         # The wheel's metadata may lack the local part (+cu128) that the module itself shows.

@@ -1,4 +1,4 @@
-"""The driver through NVML: opening it, queries that may fail, and the SM counters (GPM)."""
+"""NVML: sessions, queries that may fail, and the SM counters (GPM)."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ _WHY_NO_SESSION = {
 }
 
 
-# One call at a time in this process: two threads in NVML's counters (GPM) at once ended in a segmentation fault. An
-# engine run and a recording in one process have a sampler each.
-_door = threading.Lock()
+# One call at a time: two threads in GPM at once ended in a segmentation fault, and a process may have two samplers.
+_lock = threading.Lock()
 
 
-def _new_door() -> None:
-    """In a forked child nobody would open a door that another thread of its parent had closed."""
-    global _door
-    _door = threading.Lock()
+def _renew_lock() -> None:
+    """A forked child needs a new lock: a thread of its parent may have held the old one."""
+    global _lock
+    _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_door)
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class GpuLost(Exception):  # noqa: N818 - a state of the GPU, not an error of ours
@@ -55,9 +54,9 @@ class Nvml:
         self._lost = {code for name in _LOST if (code := getattr(module, name, None)) is not None}
 
     def start(self) -> str | None:
-        """Begin a session; None when it began, else why it did not, in words."""
+        """Begin a session; returns None, or why it could not begin."""
         try:
-            with _door:
+            with _lock:
                 self.module.nvmlInit()
         except self.module.NVMLError as error:
             for name, words in _WHY_NO_SESSION.items():
@@ -67,12 +66,12 @@ class Nvml:
         return None
 
     def query(self, function: str, *arguments: Any) -> Any:
-        """The answer, or None where this GPU, driver, user or binding cannot give it. Raises GpuLost."""
+        """The answer, or None where the GPU, driver, user or binding does not support it. Raises GpuLost."""
         call = getattr(self.module, function, None)
         if call is None:
             return None
         try:
-            with _door:
+            with _lock:
                 return call(*arguments)
         except self.module.NVMLError as error:
             if error.value in self._lost:
@@ -80,14 +79,14 @@ class Nvml:
             return None
 
     def query_first(self, functions: tuple[str, ...], *arguments: Any) -> Any:
-        """The answer of the first of these names that this driver knows, or None. Raises GpuLost."""
+        """The answer of the first of these functions that the driver has, or None. Raises GpuLost."""
         answers = (self.query(function, *arguments) for function in functions)
         return next((answer for answer in answers if answer is not None), None)
 
     def stop(self) -> None:
         """End the session."""
         try:
-            with _door:
+            with _lock:
                 self.module.nvmlShutdown()
         except self.module.NVMLError:
             pass  # it had ended already
@@ -101,7 +100,7 @@ MIN_INTERVAL_S = 0.1
 _MIB = 1024**2
 
 
-# By field of GpuReading: means over the time between two samples; a metric that the GPU lacks is left out.
+# By field of GpuReading: means over the time between two samples, without metrics that the GPU lacks.
 GpmReading = dict[str, float]
 
 _METRICS = (  # field, NVML's metric, factor to the field's unit
@@ -115,7 +114,7 @@ _METRICS = (  # field, NVML's metric, factor to the field's unit
 
 
 class Gpm:
-    """Two sample buffers of one GPU, or of one MIG instance of it, filled in turn."""
+    """GPM counters of one GPU or MIG instance, read with two sample buffers in turn."""
 
     def __init__(self, nvml: Nvml, handle: Any, gpu_instance: int | None, clock: Callable[[], float]) -> None:
         self._nvml = nvml
@@ -134,7 +133,7 @@ class Gpm:
     def open(
         cls, nvml: Nvml, handle: Any, gpu_instance: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> Gpm | None:
-        """Begin measuring; None where the GPU has no GPM. ``handle`` is the whole GPU's, for a MIG device too."""
+        """Begin measuring; None where the GPU has no GPM. ``handle`` is that of the whole GPU, also for MIG."""
         support = nvml.query("nvmlGpmQueryDeviceSupport", handle)
         if support is None or not support.isSupportedDevice:
             return None
@@ -150,7 +149,7 @@ class Gpm:
         return self._nvml.query("nvmlGpmMigSampleGet", self._handle, self._gpu_instance, sample)
 
     def read(self) -> GpmReading:
-        """Means since the reading before; that one again if it is less than 0.1 s old. Raises GpuLost."""
+        """Means since the last reading, or that reading again if it is less than 0.1 s old. Raises GpuLost."""
         now_s = self._clock()
         if self._older_at_s is not None and now_s - self._older_at_s < MIN_INTERVAL_S:
             return self._last
@@ -174,6 +173,6 @@ class Gpm:
         return values
 
     def close(self) -> None:
-        """Give the sample buffers back."""
+        """Free the sample buffers."""
         self._nvml.query("nvmlGpmSampleFree", self._older)
         self._nvml.query("nvmlGpmSampleFree", self._newer)

@@ -1,4 +1,4 @@
-"""A rate limit for readings that cost too much to be taken every time."""
+"""A rate limit for expensive readings."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 
 class RateLimit:
-    """Lets costly readings through so seldom that they take at most ``share`` of the time of one core.
+    """Limits expensive readings to ``share`` of the time of one core.
 
-    ``credit_s`` may be spent at once, at the start or after a time without readings.
+    ``credit_s`` may be spent at once, at the start or after some time without readings.
     """
 
     def __init__(self, share: float, credit_s: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -21,7 +21,7 @@ class RateLimit:
         self._at_s = clock()
 
     def due(self) -> bool:
-        """Whether the readings before have been paid for."""
+        """Whether another reading is allowed now."""
         now_s = self._clock()
         self._left_s = min(self._credit_s, self._left_s + self._share * (now_s - self._at_s))
         self._at_s = now_s
@@ -29,7 +29,7 @@ class RateLimit:
 
     @contextmanager
     def spend(self) -> Iterator[None]:
-        """Charge what happens inside. Time spent waiting counts too: the job may be waiting with us."""
+        """Charge the time spent inside, including waits, in which the job may be waiting as well."""
         start_s = self._clock()
         try:
             yield
@@ -37,5 +37,5 @@ class RateLimit:
             self.charge(self._clock() - start_s)
 
     def charge(self, cost_s: float) -> None:
-        """So much was spent since the last call of ``due``."""
+        """Charge ``cost_s`` for a reading."""
         self._left_s -= cost_s

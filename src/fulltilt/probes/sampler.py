@@ -1,4 +1,4 @@
-"""A thread that reads the probes at an interval and hands each sample on. It never takes the job down."""
+"""A thread that reads the probes at an interval and hands each sample on. It never crashes the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 class Sampler:
     """Hands a ``Sample`` to ``sink`` every ``interval_s``, the first at once and the last when it is stopped.
 
-    Whatever fails in a probe or in the sink is never raised: it leaves its part of the sample empty.
+    Errors in a probe or in the sink are not raised: that part of the sample stays empty.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Sampler:
             self._thread.start()
 
     def stop(self) -> bool:
-        """Take the last sample and end; returns after two seconds even if a driver hangs, and whether it has ended."""
+        """Take the last sample and stop; returns whether the thread ended within two seconds (a driver may hang)."""
         thread, self._thread = self._thread, None
         if thread is None:
             return True

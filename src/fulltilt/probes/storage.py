@@ -18,7 +18,7 @@ from fulltilt.records import StorageReading
 
 # --------------------------------------------------------------------------- file sample
 
-# Below this a file is read in one go, and opening it costs as much as reading it.
+# Smaller files are read at once, and opening one costs as much as reading it.
 SMALL_FILE_BYTES = 1024**2
 
 _SAMPLE_FILES = 1000
@@ -26,7 +26,7 @@ _SAMPLE_FILES = 1000
 
 @dataclass(slots=True)
 class FileSample:
-    """What was counted, and the paths of a sample of small and of large files in which each had the same chance."""
+    """Counts, and uniform random samples of the paths of small and of large files."""
 
     files: int = 0
     total_bytes: int = 0
@@ -57,7 +57,7 @@ def count_files(folder: Path, deadline_s: float) -> FileSample:
         if time.perf_counter() >= deadline_s:
             found.fully = False
             break
-    # Files lie on the disk in the order of their folders; a training job does not read them so.
+    # Training does not read files in the order of their folders, in which they may be stored.
     draw.shuffle(found.small)
     draw.shuffle(found.large)
     return found
@@ -86,23 +86,23 @@ def _files(folder: Path, found: FileSample) -> Iterator[os.DirEntry[str]]:
 
 _BLOCK_BYTES = 1024**2
 
-# Of one large file at most this much is read, so that one file does not stand for the set.
+# At most this much of a file is read, so that a single one does not dominate.
 _FILE_BYTES = 32 * 1024**2
 
-# Where the kernel does not tell whether pages were still cached, a "cold" read this close to a warm one may be warm.
+# If it is unknown whether pages were cached, a "cold" read at more than this part of the warm rate may be warm.
 _TOO_WARM = 0.3
 
 
 @dataclass(slots=True)
 class Tally:
-    """What was read, and how long it took."""
+    """How much was read, and how long it took."""
 
     files: int = 0
     bytes: int = 0
     seconds: float = 0.0
 
     def add(self, size_bytes: int, seconds: float) -> None:
-        """One more file was read."""
+        """Count one more file."""
         self.files, self.bytes, self.seconds = self.files + 1, self.bytes + size_bytes, self.seconds + seconds
 
     @property
@@ -119,15 +119,15 @@ class Tally:
 def read_twice(files: Sequence[str], deadline_s: float, budget_bytes: int, can_be_cold: bool) -> tuple[Tally, Tally]:
     """Read the files once cold and once warm until the deadline (``time.perf_counter()``) or the budget.
 
-    Cold means that the file's data was not in memory; its name and its place on the disk may have been. The first of
-    the two is empty where that could not be had.
+    Cold means that the file's data was not in memory (its metadata may have been). The first of the two is empty where
+    cold reads were not possible.
     """
     start_s = time.perf_counter()
     cold_until_s = start_s + 0.7 * (deadline_s - start_s)
     cold, warm = Tally(), Tally()
     proven, read_bytes = True, 0
     done = []
-    buffer = bytearray(_BLOCK_BYTES)  # one for all reads, or we would measure the allocator
+    buffer = bytearray(_BLOCK_BYTES)  # one for all reads, so that allocations are not measured
     for file in files:
         if time.perf_counter() >= cold_until_s or read_bytes >= budget_bytes // 2:
             break
@@ -153,7 +153,7 @@ def read_twice(files: Sequence[str], deadline_s: float, budget_bytes: int, can_b
 
 
 def _timed_read(file: str, buffer: bytearray, deadline_s: float) -> tuple[int, float, bool | None] | None:
-    """Bytes read, seconds taken to open the file, read it up to the limit and close it, and whether it was cold."""
+    """Bytes read, seconds to open, read (up to the limit) and close the file, and whether it was cold."""
     start_s = time.perf_counter()
     total = 0
     try:
@@ -164,12 +164,12 @@ def _timed_read(file: str, buffer: bytearray, deadline_s: float) -> tuple[int, f
                 if time.perf_counter() >= deadline_s:
                     break
     except OSError:
-        return None  # it vanished, or we may not read it
+        return None  # it is gone, or not readable
     return total, time.perf_counter() - start_s, was_cold
 
 
 def _is_cold(descriptor: int) -> bool | None:
-    """Whether the file's start is not in memory; None where the system does not say. The kernel begins to read it."""
+    """Whether the start of the file is not in memory; None where unknown. The kernel then begins to read it."""
     try:
         return os.preadv(descriptor, [bytearray(1)], 0, os.RWF_NOWAIT) == 0  # nothing to read: an empty file
     except BlockingIOError:
@@ -184,7 +184,7 @@ def _drop_from_cache(file: str) -> None:
         with Path(file).open("rb", buffering=0) as stream:
             os.posix_fadvise(stream.fileno(), 0, _FILE_BYTES, os.POSIX_FADV_DONTNEED)
     except OSError:
-        pass  # a file system that has no such thing; whether the read was cold shows
+        pass  # not supported here; the read then shows that it was not cold
 
 
 # --------------------------------------------------------------------------- storage
@@ -198,10 +198,10 @@ _NETWORK = {
     *("panfs", "orangefs", "9p", "virtiofs", "vboxsf", "vmhgfs", "drvfs", "prl_fs", "davfs", "fuse"),
 }
 
-# ZFS keeps a cache of its own that posix_fadvise does not reach, so that a cold read cannot be made.
+# ZFS has a cache of its own that posix_fadvise does not drop, so that cold reads are not possible.
 _OWN_CACHE = {"zfs"}
 
-# Virtual disks say "rotational" whatever is behind them.
+# Virtual disks report "rotational" whatever they are.
 _VIRTUAL_NAMES = ("vd", "xvd")
 _VIRTUAL_MAKERS = ("Msft", "QEMU", "VMware", "Google", "VBOX", "Virtual")
 
@@ -255,19 +255,19 @@ def _fits(found: FileSample, room_bytes: int) -> bool | None:
 
 
 def place_of(folder: str) -> StorageReading:
-    """What a folder lies on; nothing of it is read."""
+    """The storage of a folder, without reading any file."""
     filesystem, device, kind = _place(Path(folder).resolve())
     return StorageReading(folder, filesystem, device, kind)
 
 
 def _place(path: Path) -> tuple[str | None, str | None, Kind]:
-    """File system, device and kind of what ``path`` lies on."""
+    """File system, device and kind of the storage of ``path``."""
     mount = mount_of(path, read_mounts())
     return (None, None, "unknown") if mount is None else (mount.filesystem, mount.source, storage_kind(mount))
 
 
 def storage_kind(mount: Mount, root: Path = Path("/")) -> Kind:
-    """What is behind a mount, as far as the kernel tells."""
+    """The kind of storage of a mount, as far as the kernel knows it."""
     filesystem = mount.filesystem
     if filesystem in _MEMORY:
         return "tmpfs"
@@ -292,7 +292,7 @@ def _block_kind(block: Path) -> Kind:
         under = [link.resolve() for link in (block / "slaves").iterdir()]
     except OSError:
         under = []
-    if under:  # RAID and encrypted volumes: as slow as the slowest below
+    if under:  # RAID and encrypted volumes: as slow as the slowest disk
         kinds = {_block_kind(one) for one in under}
         order: tuple[Kind, ...] = ("hdd", "unknown", "ssd", "nvme")
         return next((kind for kind in order if kind in kinds), "unknown")

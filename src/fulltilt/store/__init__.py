@@ -1,19 +1,19 @@
 """The run folder: JSON lines appended, JSON written atomically, several ranks side by side.
 
     run.json              what ran, where and how it ended            (one writer: the launcher)
-    rank-0.json           what rank 0 knows besides its time          (one writer: that rank)
+    rank-0.json           the record of rank 0, without its spans     (one writer: that rank)
     steps.jsonl           rank 0's spans; steps.rank-1.jsonl, …       (one writer each)
     samples.jsonl         what the machine did                        (one writer: the sampler)
     findings.json         the diagnosis                               (written at the end)
     report.html           the page                                    (written at the end)
     settings.json         what live tuning found, for --settings      (one writer: rank 0)
-    live.GROUP.jsonl      what its ranks agreed on; live.GROUP.rank-0.jsonl, … what they reported   (one writer each)
+    live.GROUP.jsonl      what the ranks agreed on; live.GROUP.rank-0.jsonl, … what they reported   (one writer each)
 
-Of a job over several nodes or tasks each has such a folder in the job's, and ``load`` reads them as one run. There each
-process of a rank has files of its own: rank-3.json, then rank-3.1.json after a restart.
+Each task of a job over several nodes or tasks has such a folder inside the job's, and ``load`` reads them as one run.
+There each process of a rank has files of its own: rank-3.json, then rank-3.1.json after a restart.
 
-A line is complete when its newline is there. A kill can only tear the last line, which reading drops.
-A file that is damaged anywhere else is an error that names the file and the line: nothing is guessed.
+A line is complete with its newline. A kill can only tear the last line, which reading drops. Any other damage is an
+error that names the file and the line.
 """
 
 # Each name is imported as itself, which says that it is exported.

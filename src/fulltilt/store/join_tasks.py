@@ -3,9 +3,9 @@
     OUT/0-gpu01/, OUT/1-gpu02/, …     a run folder for each task, which alone writes into it
     OUT/0-gpu01.2/                    the same task after a requeue, or of a later job with the same --out
 
-Nobody joins anything while the job runs. Ranks belong together that met in one process group; those of a restart make
-the next attempt. Clocks of two machines are compared only to put attempts in order: the times of each task are shifted
-so that the same step, whose end all ranks wait for, ends at the same time on all of them.
+The folders are joined when they are read. The ranks of one process group belong together; those of a restart are the
+next attempt. Clocks of two machines are compared only to order attempts: the times of each task are shifted so that the
+same step, whose end all ranks wait for, ends at the same time on all of them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from fulltilt.store.run_folder import (
     to_the_end,
 )
 
-# Steps by which the times of two tasks are aligned, and samples of the machines that are kept of a whole job.
+# How many steps align the times of two tasks, and how many samples are kept of a whole job.
 ALIGNED_STEPS = 50
 MOST_SAMPLES = 20_000
-# Of an attempt that is over so many ranks say where its time went.
+# How many ranks are read of an earlier attempt.
 RANKS_OF_EARLIER = 8
-# How long whoever reads a job that has just ended waits for the last lines of the other tasks.
+# How long to wait for the last lines of the other tasks of a job that has just ended.
 PATIENCE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One rank in one attempt: its record, and where its spans lie."""
+    """One rank in one attempt: its record, and the file of its spans."""
 
     task: Path
     record: RankRecord
@@ -67,11 +67,11 @@ def load(folder: str | Path) -> Run:
         return load_run(folder)
     attempts = _attempts(tasks)
     _refuse_separate_trainings(folder, attempts)
-    # What follows a run that ended well is another run, whatever the launcher calls it.
+    # After a run that ended well comes another run, even under the same job id.
     runs: list[list[Stream]] = []
     for streams in attempts:
         before = {stream.task for stream in runs[-1]} if runs else set()
-        anew = before.isdisjoint(stream.task for stream in streams)  # else it is a restart within the same tasks
+        anew = before.isdisjoint(stream.task for stream in streams)  # otherwise a restart within the same tasks
         if before and anew and all(tasks[task].state == "done" for task in before):
             runs.clear()
         runs.append(streams)
@@ -82,14 +82,14 @@ def load(folder: str | Path) -> Run:
     for streams, following in pairwise(runs[: runs.index(newest) + 1]):
         run = _joined(folder, tasks, streams[:RANKS_OF_EARLIER], samples=False)
         if not {stream.task for stream in streams}.isdisjoint(stream.task for stream in following):
-            # Restarted within its tasks: how those ended, and when, is of the last attempt.
+            # Restarted within its tasks: their end is that of the last attempt.
             run = replace(run, run=replace(run.run, state="crashed", wall_s=None, exit_code=None))
         earlier.append(run)
     return _joined(folder, tasks, newest, tuple(earlier))
 
 
 def tasks_in(folder: Path) -> dict[Path, RunRecord]:
-    """The task folders of the newest job below ``folder``, or of the task whose folder it is; none for a single run."""
+    """The task folders of the newest job in ``folder``, or that of the task itself; none for a single run."""
     own = None
     with contextlib.suppress(RunFolderError):
         own = read_record(folder / RUN_FILE, RunRecord)
@@ -117,12 +117,12 @@ def _number(record: RunRecord) -> int:
 
 
 def run_name(folder: Path) -> str:
-    """The name of the run in a folder: of its folder, behind that of the job where it is one of several tasks."""
+    """The name of the run in a folder: the folder's name, for a task with that of the job before it."""
     return f"{folder.parent.name}/{folder.name}" if is_task(folder) else folder.name or str(folder)
 
 
 def wait_for_tasks(folder: Path) -> None:
-    """The tasks of a job end at about the same time; give the others a moment to write it down."""
+    """Wait a moment for the other tasks of a job, which end at about the same time."""
     deadline_s = time.monotonic() + PATIENCE_S
     while any(run.state == "running" for run in tasks_in(folder).values()) and time.monotonic() < deadline_s:
         time.sleep(0.1)
@@ -135,7 +135,7 @@ def _attempts(tasks: dict[Path, RunRecord]) -> list[list[Stream]]:
     for task, run in tasks.items():
         for rank, part in rank_parts(task):
             record = read_record(task / rank_file(rank, part), RankRecord)
-            # A rank that was lost before its first step has met nobody: it belongs to those that started with it.
+            # A rank that died before its first step is in no group: it belongs to those that started with it.
             started = f"restart {run.task.restart if run.task else 0}{Path(task.name).suffix}.{part}"
             group = record.group or (started if record.world_size > 1 else task.name)
             groups.setdefault(group, {})[rank] = Stream(task, record, part)
@@ -150,7 +150,7 @@ def _refuse_separate_trainings(folder: Path, attempts: Sequence[Sequence[Stream]
     numbers = {task.name.partition(".")[0] for task in alone}
     if len(numbers) > 1:
         raise NotARunFolder(
-            f"{folder} holds {len(numbers)} trainings that were started together and trained apart",
+            f"{folder} holds {len(numbers)} trainings that were started together but are separate jobs",
             f"See them side by side: fulltilt report {folder}/*/",
         )
 
@@ -162,10 +162,10 @@ def _joined(
     earlier: tuple[Run, ...] = (),
     samples: bool = True,
 ) -> Run:
-    """The ranks of one attempt as a run, on one axis of time."""
+    """The ranks of one attempt as one run, with their times aligned."""
     spans = [stream.spans() for stream in streams]
     used = list(dict.fromkeys(stream.task for stream in streams)) or list(tasks)
-    if samples:  # the newest attempt: a task of which no rank has trained belongs to it
+    if samples:  # of the newest attempt, which tasks without a rank belong to
         there = {_number(tasks[task]) for task in used}
         used += [task for task in tasks if not rank_parts(task) and _number(tasks[task]) not in there]
     first: dict[Path, tuple[Span, ...]] = dict.fromkeys(used, ())
@@ -188,7 +188,7 @@ def _joined(
         wall_s=max(ends) if over and ends else None,
         oom_kills=sum(run.oom_kills for run in records),
     )
-    hosts: dict[str, Path] = {}  # several tasks may look at one machine
+    hosts: dict[str, Path] = {}  # several tasks may sample one machine
     for task in used:
         hosts.setdefault(tasks[task].machine.hostname, task)
     each = max(MOST_SAMPLES // len(hosts), 1)
@@ -211,7 +211,7 @@ def _joined(
 
 
 def _alignment(firsts: Sequence[tuple[Span, ...]], origins: Sequence[float]) -> list[float]:
-    """By how much each task began later than the one that began first: the same step ends later on its clock."""
+    """How much later each task began than the first one, by the ends of common steps on their clocks."""
     ends = []
     for own, origin_s in zip(firsts, origins, strict=True):
         single = [span for span in own if span.steps == 1][:ALIGNED_STEPS]
@@ -219,8 +219,8 @@ def _alignment(firsts: Sequence[tuple[Span, ...]], origins: Sequence[float]) -> 
     common = set.intersection(*(set(own) for own in ends)) if ends else set()
     if not common:
         return [0.0] * len(ends)
-    behind = [median(ends[0][step] - own[step] for step in common) for own in ends]
-    return [late - min(behind) for late in behind]
+    delays = [median(ends[0][step] - own[step] for step in common) for own in ends]
+    return [delay - min(delays) for delay in delays]
 
 
 def _shifted(span: Span, by_s: float) -> Span:
@@ -228,7 +228,7 @@ def _shifted(span: Span, by_s: float) -> Span:
 
 
 def _samples(tasks: Iterable[Path], shift: dict[Path, float], most: int) -> Iterable[Sample]:
-    """What the machines did: of a long run every n-th sample."""
+    """The samples of the machines: every n-th one of a long run."""
     for task in tasks:
         with contextlib.suppress(OSError):
             every = 1 + (task / SAMPLES_FILE).stat().st_size // (most * 500)
@@ -237,7 +237,7 @@ def _samples(tasks: Iterable[Path], shift: dict[Path, float], most: int) -> Iter
 
 
 def _lost(streams: Sequence[Stream], tasks: dict[Path, RunRecord], ended: bool) -> Iterable[str]:
-    """What is missing: ranks without a record, tasks that never came, and machines of which no end is known."""
+    """Warnings about ranks without a record, tasks without a folder, and machines without a recorded end."""
     there = {stream.record.rank for stream in streams}
     world = max((stream.record.world_size for stream in streams), default=0)
     if missing := [str(rank) for rank in islice((r for r in range(world) if r not in there), 21)]:
@@ -250,16 +250,16 @@ def _lost(streams: Sequence[Stream], tasks: dict[Path, RunRecord], ended: bool) 
     trained = {stream.task for stream in streams}
     for task, run in tasks.items():
         if task not in trained and run.state not in ("running", "done"):
-            yield f"{run.machine.hostname} has trained nothing: its part was {run.state} (exit code {run.exit_code})"
+            yield f"{run.machine.hostname} has trained nothing: {run.state} (exit code {run.exit_code})"
     if ended:
         for run in tasks.values():
             if run.state == "running":
-                yield f"{run.machine.hostname} is missing: the others have ended, and no end of its part was recorded"
+                yield f"{run.machine.hostname} is missing: the others have ended, but its end was not recorded"
 
 
 def newest_run(folder: Path) -> Path:
-    """The run in ``folder`` that was the last to begin or to end. Raises UsageError where there is none."""
-    # The demo's runs lie in a folder of their own. A study's trials do, too, and are none of these.
+    """The run in ``folder`` that began or ended last. Raises UsageError where there is none."""
+    # The demo's runs are in a folder of their own; the trials of a study are, too, but do not count.
     found = [path for pattern in ("*", "demo/*") for path in folder.glob(f"{pattern}/{RUN_FILE}")]
     written = {path.parent: path.stat().st_mtime for path in found}
     for run in folder.glob("*"):

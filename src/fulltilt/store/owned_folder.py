@@ -1,9 +1,9 @@
 """Which folders Fulltilt may write into, and which entries in them it may replace or remove.
 
-Every verb, recipe and cache goes through here. A folder is ours when Fulltilt made it, found it empty, or finds its
-marker `.fulltilt` in it. The marker lists each entry that Fulltilt has made below the folder with its inode, size and
-time: what somebody else has put there, also in the place of one of ours, is theirs and stays as it is. No symlink
-below the folder is followed. The marker is only ever appended to, so that several processes may write into a folder.
+All commands, recipes and caches write through this module. A folder is ours if Fulltilt made it, found it empty, or
+finds its marker `.fulltilt` in it. The marker lists each entry that Fulltilt made in it, with inode, size and time:
+anything else, also a file that replaced one of ours, stays as it is. No symlink in the folder is followed. The
+marker is only appended to, so that several processes may write into a folder.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ except ImportError:  # Windows: two jobs in one folder are not told apart there
     fcntl = None  # type: ignore[assignment]
 
 MARKER = ".fulltilt"
-# Names shown of what is in the way; the rest is counted.
+# How many foreign names are shown; the rest is counted.
 _SHOWN = 5
-# How every file is opened: a named pipe in its place must not hold us up. Windows would change newlines.
+# Flags for opening any file: do not block on a named pipe, do not change newlines on Windows.
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 
-# Inode, size and time. Of a folder and of a file that grows: the inode. Of one that is written often: nothing.
+# Inode, size and time; of a folder or a growing file only the inode; of a file that is written often, empty.
 Identity = tuple[int, ...]
-
 
 # What this process knows of each folder besides its marker: the state of files that it writes again and again.
 _known: dict[Path, OwnedFolder] = {}
-# A checkpoint is written beside the training: two threads may note entries of one folder.
+# Checkpoints may be written in the background: two threads may note entries of one folder.
 _mutex = threading.RLock()
-# Descriptors that hold a lock. A loader worker that outlives a killed training must not hold it with a copy.
+# Descriptors that hold a lock. A loader worker that outlives a killed training must not keep it with a copy.
 _locks: set[int] = set()
 
 
@@ -57,7 +56,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class OwnedFolder:
-    """A folder of Fulltilt's own. An entry is given by its name below the folder (a string), or by its path."""
+    """A folder of Fulltilt's own. An entry is given by its name in the folder (a string), or by its path."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(os.path.abspath(path))
@@ -69,17 +68,17 @@ class OwnedFolder:
 
     @classmethod
     def claim(cls, path: str | Path, kind: str, *, flag: str = "--out", mode: int = 0o777) -> OwnedFolder:
-        """Make the folder, or take it over where it is empty or bears the marker of this kind.
+        """Make the folder, or take it over if it is empty or has the marker of this kind.
 
-        Raises ForeignFiles with what lies there, UsageError for a file or another kind of folder, MachineError where
-        the system refuses.
+        Raises ForeignFiles for a folder with other files, UsageError for a file or another kind of folder, MachineError
+        where others could write into it.
         """
         path = Path(path)
         try:
             path.mkdir(mode=mode, parents=True, exist_ok=True)
             _check_access(path, flag)
             names = sorted(name for name in os.listdir(path) if not name.startswith(MARKER + "."))
-            # Another machine may have made it just now: a listing of a network folder can be older than the file.
+            # Another machine may just have made the marker: a listing of a network folder can be outdated.
             if MARKER not in names and kind_of(path) is None:
                 if names:
                     raise _foreign(path, names, flag)
@@ -99,11 +98,11 @@ class OwnedFolder:
 
     @classmethod
     def claim_private(cls, path: Path, kind: str, *, flag: str) -> OwnedFolder:
-        """Like ``claim``, for a folder that we name inside one that others may write: it must be this user's alone.
+        """Like ``claim``, for a folder inside one that others may write: only this user may write into it.
 
         Raises MachineError where somebody else has put a folder or a link there.
         """
-        with contextlib.suppress(OSError):  # claim says what is wrong
+        with contextlib.suppress(OSError):  # claim reports what is wrong
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700)
         if os.path.lexists(path) and not is_private(path, follow=False):
@@ -114,7 +113,7 @@ class OwnedFolder:
 
     @classmethod
     def around(cls, path: Path) -> OwnedFolder | None:
-        """The owned folder that ``path`` lies in, however deep; None when there is none."""
+        """The owned folder that contains ``path``, at any depth; None when there is none."""
         for folder in Path(os.path.abspath(path)).parents:  # resolve() would follow links
             if kind_of(folder) is not None:
                 return _known.setdefault(folder, cls(folder)) if folder not in _known else _known[folder]
@@ -122,15 +121,12 @@ class OwnedFolder:
 
     @contextlib.contextmanager
     def locked(self, busy: str, *, wait: bool = False) -> Iterator[None]:
-        """Keep other processes that ask for the lock out. Raises UsageError saying ``busy`` where another has it.
-
-        With ``wait`` it waits for the other instead.
-        """
-        fd = os.open(self.path / MARKER, os.O_RDWR | NO_FOLLOW)  # NFS locks only what may be written
+        """Hold the folder's lock. If another process holds it: raise UsageError with ``busy``, or ``wait``."""
+        fd = os.open(self.path / MARKER, os.O_RDWR | NO_FOLLOW)  # NFS needs write access to lock
         _locks.add(fd)
         try:
             if fcntl is not None:
-                with contextlib.suppress(OSError):  # a file system without locks; there is no telling
+                with contextlib.suppress(OSError):  # a file system without locks
                     try:
                         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                     except BlockingIOError as error:
@@ -141,11 +137,11 @@ class OwnedFolder:
                 _locks.discard(fd)
                 if fcntl is not None:
                     with contextlib.suppress(OSError):
-                        fcntl.flock(fd, fcntl.LOCK_UN)  # a fork that has not closed it yet does not keep it
+                        fcntl.flock(fd, fcntl.LOCK_UN)  # also for a fork that has not closed it yet
                 os.close(fd)
 
     def owns(self, entry: str | Path) -> bool:
-        """Whether the entry is there, Fulltilt made it, and nobody has put another in its place."""
+        """Whether the entry exists, Fulltilt made it, and nobody has replaced it."""
         name = self._name(entry)
         found = _identity(self.path / name)
         if found is None or not self._reached_without_links(name):
@@ -155,7 +151,7 @@ class OwnedFolder:
         return self._matches(name, found)
 
     def check(self, entry: str | Path) -> Path:
-        """The path of an entry that may be written: it is ours or not there. Raises ForeignFiles."""
+        """The path of an entry that is ours or does not exist, and so may be written. Raises ForeignFiles."""
         name = self._name(entry)
         path = self.path / name
         if not self._reached_without_links(name) or (os.path.lexists(path) and not self.owns(name)):
@@ -163,25 +159,25 @@ class OwnedFolder:
         return path
 
     def announce(self, *entries: str | Path) -> None:
-        """Note by name what is about to be made: a kill in between leaves nothing unknown. Raises ForeignFiles."""
+        """Note the names of entries before they are made, in case of a kill in between. Raises ForeignFiles."""
         names = [self._name(self.check(entry)) for entry in entries]
         self._update()
         self._note({name: () for name in names if self._entries.get(name) != ()})
 
     def record(self, *entries: str | Path, growing: bool = False) -> None:
-        """Note that Fulltilt made these entries, as they are now. Call it right after they were made.
+        """Note that Fulltilt made these entries, right after they were made.
 
-        A file that is ``growing`` is known by its inode until it is recorded once more.
+        A ``growing`` file is known by its inode until it is recorded again.
         """
         self._note({(name := self._name(entry)): _identity(self.path / name, growing) for entry in entries})
 
     def record_tree(self, folder: str | Path) -> None:
-        """Note a folder with all that lies in it: Fulltilt, or a library at its request, has just made it."""
+        """Note a folder with everything in it, which Fulltilt, or a library for it, has just made."""
         name = self._name(folder)
         self.record(name, *(f"{name}/{inner}" for inner in _entries_below(self.path / name)))
 
     def make(self, folder: str | Path, mode: int = 0o777) -> Path:
-        """A folder of ours at this place, made unless it is there already. Raises ForeignFiles."""
+        """A folder of ours, made unless it exists. Raises ForeignFiles."""
         path = self.check(folder)
         if parent := os.path.dirname(name := self._name(folder)):
             self.make(parent, mode)
@@ -193,11 +189,11 @@ class OwnedFolder:
         return path
 
     def temporary(self, beside: str | Path) -> Path:
-        """A path next to an entry that nobody else uses, hidden, not yet made."""
+        """An unused hidden path next to an entry."""
         return _beside(self.path / self._name(beside))
 
     def create(self, entry: str | Path, mode: int = 0o666) -> int:
-        """A descriptor of a new file of ours, for reading and writing. Raises ForeignFiles if something is there."""
+        """A descriptor of a new file of ours, for reading and writing. Raises ForeignFiles if it exists."""
         path = self.check(entry)
         try:
             if os.path.lexists(path):
@@ -210,7 +206,7 @@ class OwnedFolder:
         return fd
 
     def append(self, entry: str | Path, mode: int = 0o666) -> int:
-        """A descriptor that appends to a file of ours, made where it is not there. Raises ForeignFiles."""
+        """A descriptor that appends to a file of ours, made if it does not exist. Raises ForeignFiles."""
         path = self.check(entry)
         if not os.path.lexists(path):
             self.announce(entry)
@@ -219,19 +215,19 @@ class OwnedFolder:
         return fd
 
     def write(self, entry: str | Path, data: bytes, mode: int = 0o666, again: bool = False) -> None:
-        """Write a file whole: afterwards it holds either what it held or all of ``data``. Raises ForeignFiles.
+        """Write a file atomically: it holds either the old content or all of ``data``. Raises ForeignFiles.
 
-        Of a file that is written ``again`` and again the marker knows the name only; this process knows the rest.
+        Of a file that is written ``again`` and again the marker has only the name; this process knows the rest.
         """
         path = self.check(entry)
         with _written_beside(path, data, mode) as temporary:
             self.move(temporary, entry, again)
 
     def move(self, source: str | Path, target: str | Path, again: bool = False, growing: bool = False) -> None:
-        """Rename an entry of ours, with all that is recorded below it, over a file of ours or to a free place.
+        """Rename an entry of ours, with everything recorded in it, to a new name or over a file of ours.
 
-        The new place is noted before the rename: a kill in between leaves nothing that is not known. A file that is
-        ``growing`` goes on being known by its inode.
+        The new name is noted before the rename, in case of a kill in between. A ``growing`` file stays known by its
+        inode.
         """
         path = self.check(target)
         old, new = self._name(source), self._name(target)
@@ -249,7 +245,7 @@ class OwnedFolder:
         self._note({name: None for name in (old, *below) if name in self._entries})
 
     def remove(self, entry: str | Path) -> bool:
-        """Remove an entry of ours with all of ours below it; True when nothing is left. What others put there stays."""
+        """Remove an entry of ours and everything of ours in it; True when nothing is left. Files of others stay."""
         name = self._name(entry)
         path = self.path / name
         if not os.path.lexists(path):
@@ -263,7 +259,7 @@ class OwnedFolder:
             if not os.path.lexists(self.path / inner):
                 gone.append(inner)
             elif self.owns(inner):
-                with contextlib.suppress(OSError):  # not empty, or not allowed: it stays
+                with contextlib.suppress(OSError):  # not empty, or not allowed
                     target = self.path / inner
                     target.rmdir() if _is_folder(target) else target.unlink()
                     gone.append(inner)
@@ -271,7 +267,7 @@ class OwnedFolder:
         return not os.path.lexists(path)
 
     def remove_all(self) -> bool:
-        """Remove all of ours and then, where nothing is left, the folder itself; True when it is gone."""
+        """Remove all of ours, and the folder itself if nothing is left; True when it is gone."""
         for name in sorted(self.entries(), reverse=True):
             self.remove(name)
         with contextlib.suppress(OSError):
@@ -281,7 +277,7 @@ class OwnedFolder:
         return not os.path.lexists(self.path)
 
     def entries(self) -> list[str]:
-        """The names of all that Fulltilt has made below the folder and that is still there and ours."""
+        """The names of all existing entries of ours in the folder."""
         self._update()
         return sorted(name for name in list(self._entries) if self.owns(name))
 
@@ -302,17 +298,17 @@ class OwnedFolder:
 
     def _matches(self, name: str, found: Identity) -> bool:
         recorded = self._entries.get(name)
-        # In a copy of the folder all inodes are new: there the names have to do.
+        # In a copy of the folder all inodes are new: there only names are compared.
         return recorded is not None and (self._copied or recorded == found[: len(recorded)])
 
     def _note(self, entries: Mapping[str, Identity | None]) -> None:
         lines = [json.dumps({"path": name, "is": identity}) + "\n" for name, identity in entries.items()]
         if not lines:
             return
-        with contextlib.suppress(FileNotFoundError):  # the folder was taken away: nothing to protect
+        with contextlib.suppress(FileNotFoundError):  # the folder was removed
             fd = os.open(self.path / MARKER, os.O_RDWR | os.O_APPEND | NO_FOLLOW)
             try:
-                # A line that a kill has torn must not swallow the next one.
+                # A line torn by a kill must not merge with the next one.
                 os.lseek(fd, -1, os.SEEK_END)
                 torn = os.read(fd, 1) != b"\n"
                 os.write(fd, ("\n" * torn + "".join(lines)).encode())
@@ -321,7 +317,7 @@ class OwnedFolder:
         self._update()
 
     def _update(self) -> None:
-        """Take in what this and other processes have noted since the last time. A torn line is left out."""
+        """Read what this and other processes have noted since the last time, without a torn line."""
         with _mutex:
             self._read_marker()
 
@@ -351,7 +347,7 @@ class OwnedFolder:
                 name, identity = noted["path"], noted["is"]
                 if identity is None:
                     self._entries.pop(name, None)
-                elif not {"", ".", ".."} & set(name.split("/")):  # else it is of a marker that others have written
+                elif not {"", ".", ".."} & set(name.split("/")):  # otherwise the marker was forged
                     self._entries[str(name)] = tuple(int(part) for part in identity)
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 continue
@@ -360,8 +356,7 @@ class OwnedFolder:
 def write_named_file(path: Path, data: bytes, mode: int = 0o666, signature: bytes | None = None) -> None:
     """Write a single file that the user named, outside of any folder of ours.
 
-    An existing one is replaced only where its first 4 KiB hold the ``signature`` of what Fulltilt writes there;
-    raises ForeignFiles for any other.
+    An existing file is replaced only if its first 4 KiB hold the ``signature``; raises ForeignFiles otherwise.
     """
     if os.path.lexists(path):
         ours = False
@@ -375,13 +370,13 @@ def write_named_file(path: Path, data: bytes, mode: int = 0o666, signature: byte
 
 @contextlib.contextmanager
 def _written_beside(path: Path, data: bytes, mode: int) -> Iterator[Path]:
-    """A new hidden file next to ``path`` that holds ``data``, to be renamed; gone again where that fails."""
+    """A new hidden file with ``data`` next to ``path``, to be renamed; removed if that fails."""
     temporary = _beside(path)
     try:
         _write_new(temporary, data, mode)
         yield temporary
     except BaseException:
-        with contextlib.suppress(OSError):  # where nothing may be written, nothing may be deleted either
+        with contextlib.suppress(OSError):  # a folder that may not be written
             temporary.unlink()
         raise
 
@@ -391,7 +386,7 @@ def _beside(path: Path) -> Path:
 
 
 def open_plain(path: Path, *, follow: bool = False) -> io.BufferedReader:
-    """A plain file for reading: no pipe or device, and no link unless it may be followed. Raises OSError."""
+    """A regular file for reading; ``follow`` allows a link. Raises OSError."""
     try:
         fd = os.open(path, os.O_RDONLY | (NO_FOLLOW & ~getattr(os, "O_NOFOLLOW", 0) if follow else NO_FOLLOW))
     except OSError as error:
@@ -400,12 +395,12 @@ def open_plain(path: Path, *, follow: bool = False) -> io.BufferedReader:
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return open(fd, "rb")
 
 
 def kind_of(folder: Path) -> str | None:
-    """What kind of folder Fulltilt's marker makes this one; None without a marker that can be trusted."""
+    """The kind of folder by Fulltilt's marker; None without a marker that can be trusted."""
     try:
         file = open_plain(folder / MARKER)
     except OSError:
@@ -421,7 +416,7 @@ def kind_of(folder: Path) -> str | None:
 
 
 def is_private(folder: Path, *, follow: bool = True) -> bool:
-    """Whether it is a folder that belongs to this user and that not everybody may write."""
+    """Whether the folder belongs to this user and is not writable for everybody."""
     try:
         status = folder.stat(follow_symlinks=follow)
     except OSError:
@@ -431,7 +426,7 @@ def is_private(folder: Path, *, follow: bool = True) -> bool:
 
 
 def _write_marker(folder: Path, kind: str) -> None:
-    """The marker appears whole or not at all; of several processes that begin together, one makes it."""
+    """Write the marker atomically; of several processes that start together, one writes it."""
     header = json.dumps({"fulltilt": kind, "folder": folder.stat().st_ino}) + "\n"
     whole = folder / f"{MARKER}.{uuid.uuid4().hex[:12]}"
     _write_new(whole, header.encode(), 0o644)
@@ -454,7 +449,7 @@ def _write_new(path: Path, data: bytes, mode: int) -> None:
 
 
 def _check_access(folder: Path, flag: str) -> None:
-    """Raises MachineError where others could exchange what is written: another user's folder, or one open to all."""
+    """Raises MachineError for another user's folder, or one that everybody may write."""
     status = folder.stat()
     uid = _uid()
     if uid is None:
@@ -475,7 +470,7 @@ def _uid() -> int | None:
 def _identity(path: Path, growing: bool = False) -> Identity | None:
     try:
         status = path.lstat()
-    except (OSError, ValueError):  # not there, or no name at all
+    except (OSError, ValueError):  # missing, or not a valid name
         return None
     if growing or stat.S_ISDIR(status.st_mode):
         return (status.st_ino,)

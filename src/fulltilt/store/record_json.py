@@ -1,4 +1,4 @@
-"""Records to plain JSON values and back, checked by their types."""
+"""Records to plain JSON values and back, with type checks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
 
-# No time, count or size comes near it. Sums of larger figures leave the finite numbers.
+# Larger than any real time, count or size. Sums of larger figures could become infinite.
 _LARGEST = 1e30
 
 
 def encode(value: Any, *, fully: bool = False) -> Any:
     """A record as plain JSON values. Fields at their default are left out unless ``fully``, so that lines stay short.
 
-    The schema version is never left out: it tells a later reader which defaults those were.
+    The schema version is always written: it says which defaults those were.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
@@ -42,9 +42,9 @@ def encode_fully(value: Any) -> Any:
 
 
 def decode(record: type[Record], plain: Any) -> Record:
-    """The record that ``plain`` describes. Unknown keys are ignored; raises ValueError for anything else odd.
+    """The record that ``plain`` describes. Unknown keys are ignored; raises ValueError for wrong values.
 
-    NaN, infinity and numbers beyond all measure were not measured: None or, where the record has no None, its default.
+    NaN, infinity and absurdly large numbers become None or, where None is not allowed, the default.
     """
     try:
         return typing.cast(Record, _decoder(typing.cast(Any, record))(plain))
@@ -61,9 +61,9 @@ def _no_measure(plain: Any) -> bool:
 
 @functools.cache
 def _decoder(expected: Any) -> Decoder:
-    """How a value of this type is made of plain ones. Put together once: a job of many ranks has millions of lines.
+    """The function that decodes a type, made once: a job of many ranks has millions of lines.
 
-    What is wrong is told by a ValueError, in front of which each level on the way out puts its part of the path.
+    It raises a ValueError, to which each level adds its part of the path.
     """
     if dataclasses.is_dataclass(expected) and isinstance(expected, type):
         return _record_decoder(expected)
@@ -83,7 +83,7 @@ def _record_decoder(record: type[Any]) -> Decoder:
     fields = []
     for field in dataclasses.fields(record):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        # A record may hold others of its own kind: such a decoder is looked up when it is needed.
+        # Decoders of fields are looked up when needed, since a record may hold others of its own kind.
         fields.append((field.name, kinds[field.name], isinstance(field.default, float), required))
 
     def decode_record(plain: Any) -> Any:

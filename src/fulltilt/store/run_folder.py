@@ -1,6 +1,6 @@
-"""A run folder: made, its earlier run moved aside, its files named, read, and written whole.
+"""Create a run folder, move an earlier run away, and read and write its files.
 
-Damage is named by file and line, nothing is guessed; a full disk is told as what it is.
+Errors name the damaged file and line, and say when the disk is full.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LIVE = "live"  # what the ranks report to each other under live tuning: live.GRO
 
 
 def steps_file(rank: int, part: int = 0) -> str:
-    """The name of a rank's span file. In the folder of a task each process of the rank, in turn, has a part."""
+    """The name of a rank's span file. In the folder of a task each process of the rank has a part of its own."""
     if part:
         return f"steps.rank-{rank}.{part}.jsonl"
     return "steps.jsonl" if rank == 0 else f"steps.rank-{rank}.jsonl"
@@ -48,12 +48,12 @@ def rank_file(rank: int, part: int = 0) -> str:
 
 
 def claim_file(rank: int, part: int = 0) -> str:
-    """The name of the file by which a process claims a rank's two files."""
+    """The name of the file with which a process claims a rank's two files."""
     return f".claim-{rank}.{part}" if part else f".claim-{rank}"
 
 
-# Everything that a run leaves in its folder. What makes it a run folder comes last: whoever is killed while moving
-# them leaves a folder of which the next one still sees that there is something to move.
+# All files of a run. The one that makes it a run folder is last: if moving them is interrupted, the next job still sees
+# that there is something to move.
 RUN_FILES = (
     *("rank-*.json", "steps*.jsonl", f"{LIVE}.*.jsonl", SAMPLES_FILE, FINDINGS_FILE, REPORT_FILE, SETTINGS_FILE),
     ".claim-*",
@@ -68,7 +68,7 @@ ROUNDING_S = 1e-8
 
 
 def read_json(path: Path, *, follow: bool = False) -> Any:
-    """The content of a JSON file; a link is followed only where the user named it. Raises RunFolderError."""
+    """The content of a JSON file; ``follow`` a link only if the user named it. Raises RunFolderError."""
     try:
         with open_plain(path, follow=follow) as file:
             return parse_json(file.read().decode("utf-8"))
@@ -76,13 +76,13 @@ def read_json(path: Path, *, follow: bool = False) -> Any:
         raise RunFolderError(f"{path} does not exist") from error
     except OSError as error:
         raise _cannot("read", path, error) from error
-    except (ValueError, RecursionError) as error:  # also no UTF-8, or a number with too many digits
+    except (ValueError, RecursionError) as error:  # also invalid UTF-8, or a number with too many digits
         line = getattr(error, "lineno", 1)
         raise RunFolderError(f"{path}, line {line}: damaged JSON ({error})") from error
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError also where a key stands twice: one of its values would be lost."""
+    """The value of a JSON text. Raises ValueError also for a repeated key, of which one value would be lost."""
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -114,9 +114,9 @@ def read_lines(path: Path, record: type[Record], every: int = 1) -> Iterator[Rec
 
 
 def read_new_lines(path: Path, record: type[Record], offset: int) -> tuple[list[Record], int]:
-    """The complete lines behind a byte offset, and the offset behind them: for following a file that grows."""
+    """The complete lines after a byte offset, and the offset after them, to follow a growing file."""
     lines = list(_whole_lines(path, offset))
-    return [_decoded(record, line, path, f"behind byte {offset}") for line in lines], offset + sum(map(len, lines))
+    return [_decoded(record, line, path, f"after byte {offset}") for line in lines], offset + sum(map(len, lines))
 
 
 def _whole_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
@@ -125,7 +125,7 @@ def _whole_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
             file.seek(offset)
             for line in file:
                 if not line.endswith(b"\n"):
-                    return  # torn by a kill, or still being written; it was never complete
+                    return  # torn by a kill, or still being written
                 yield line
     except FileNotFoundError:
         return
@@ -176,16 +176,16 @@ def load_run(folder: Path) -> Run:
             to_the_end(rank, tuple(read_lines(folder / steps_file(number), Span))) for number, rank in ranks.items()
         ),
         samples=tuple(read_lines(folder / SAMPLES_FILE, Sample)),
-        warnings=tuple(f"{name} is left out: its rank's own record is not there" for name in orphans),
+        warnings=tuple(f"{name} was not read: the record of its rank is missing" for name in orphans),
     )
 
 
 def _runs_nearby(folder: Path) -> str:
-    """Where there are runs, newest first; how one is made where there are none."""
+    """A hint: the newest runs nearby, or how to make one."""
     found = {file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/{RUN_FILE}")}
     newest = sorted(found, key=lambda run: (run / RUN_FILE).stat().st_mtime, reverse=True)[:3]
     if not newest:
-        return "fulltilt run SCRIPT.py makes one, in fulltilt-runs."
+        return "fulltilt run SCRIPT.py records one, in fulltilt-runs."
     return f"There are runs in {', '.join(map(str, newest))}{' and others' if len(found) > len(newest) else ''}."
 
 
@@ -198,19 +198,19 @@ def is_task(folder: Path) -> bool:
 
 
 def rank_parts(folder: Path) -> list[tuple[int, int]]:
-    """Each rank and part of which there is a record, in order."""
+    """Each rank and part with a record, in order."""
     pattern = r"rank-(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?\.json"
     found = (re.fullmatch(pattern, path.name) for path in folder.iterdir())
     return sorted((int(match[1]), int(match[2] or 0)) for match in found if match)
 
 
 def read_ranks(folder: Path) -> dict[int, RankRecord]:
-    """The record of each rank that has written one, by its number; of its parts the last."""
+    """The last record of each rank that has written one, by its number."""
     return {rank: read_record(folder / rank_file(rank, part), RankRecord) for rank, part in rank_parts(folder)}
 
 
 def to_the_end(rank: RankRecord, spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    """The spans of a rank with what it was at when it was last heard of, unless it has stepped since."""
+    """The spans of a rank, and the time since its last step if it did not finish."""
     last = rank.under_way
     if rank.finished or last is None or not spans or last.t0_s < spans[-1].t1_s - ROUNDING_S:
         return spans
@@ -226,9 +226,9 @@ _APPENDING = os.O_RDWR | os.O_APPEND | NO_FOLLOW
 
 
 def create_folder(folder: Path, reserved: Iterable[str] = ()) -> Path:
-    """Make or take over a run folder, also that of a training. Raises ForeignFiles, UsageError or MachineError.
+    """Create or take over a folder for a run or a training. Raises ForeignFiles, UsageError or MachineError.
 
-    Files of a run, and those called as one of ``reserved``, have to be ours.
+    Existing files of a run, and the ``reserved`` names, have to be ours.
     """
     owned = OwnedFolder.claim(folder, TRAINING if kind_of(folder) == TRAINING else RUN)
     found = (*_run_files(folder), *(folder / name for name in reserved if os.path.lexists(folder / name)))
@@ -243,8 +243,8 @@ def create_folder(folder: Path, reserved: Iterable[str] = ()) -> Path:
 def create_task_folder(folder: Path, name: str) -> Path:
     """A new folder ``name`` (or ``name.2``, …) in the folder of a job, for one task. Raises as ``create_folder`` does.
 
-    Other tasks do the same at the same time, maybe on other machines: nothing is locked, nobody waits, and no file has
-    two writers. Making a folder is the one thing that every file system does for one process only.
+    Other tasks do the same at the same time, maybe on other machines. No lock is needed: on every file system only one
+    process can create a folder.
     """
     create_folder(folder)
     number = 1
@@ -260,7 +260,7 @@ def create_task_folder(folder: Path, name: str) -> Path:
 
 
 def move_earlier_run(folder: Path) -> Path | None:
-    """Move an earlier run in ``folder`` into a folder of its own inside it; None when there was none."""
+    """Move an earlier run in ``folder`` into a new folder inside it; None when there was none."""
     owned = OwnedFolder(folder)
     if not owned.owns(RUN_FILE):
         return None
@@ -276,14 +276,14 @@ def move_earlier_run(folder: Path) -> Path | None:
     return folder / earlier
 
 
-# Whoever records a run appends a sample each second.
+# A recording appends a sample every second.
 _ALIVE_S = 10.0
 
 
 def _refuse_run_elsewhere(folder: Path) -> None:
-    """Raises UsageError where another machine records into this folder now: locks of a network folder may not tell.
+    """Raises UsageError where another machine records into this folder now, which file locks may not show.
 
-    Both times are the file system's own, whatever clock this machine has.
+    Both times are from the clock of the file system.
     """
     try:
         earlier = read_record(folder / RUN_FILE, RunRecord)
@@ -303,18 +303,18 @@ def _run_files(folder: Path) -> list[Path]:
 def write_json(path: Path, value: Any, again: bool = False) -> None:
     """Write a record or plain value so that ``path`` holds either the old content or the whole new one.
 
-    What is written ``again`` and again is one line: that takes a tenth of the time, and of the interpreter lock.
+    A file that is written ``again`` and again has one line, which takes a tenth of the time and of the GIL.
     """
     write_text(path, _to_json(value, indent=None if again else 1) + "\n", again=again)
 
 
 def write_text(path: Path, text: str, again: bool = False, signature: bytes | None = None) -> None:
-    """Write ``text`` whole, readable by its owner alone: it may hold a command line. Raises ForeignFiles.
+    """Write ``text`` whole, readable by its owner only, since it may hold a command line. Raises ForeignFiles.
 
-    A file that is written ``again`` and again costs the folder's marker one line only. Outside of Fulltilt's own
-    folders an existing file is replaced only where it bears the ``signature``.
+    A file that is written ``again`` and again takes one line of the folder's marker. Outside of Fulltilt's own folders
+    an existing file is replaced only if it has the ``signature``.
     """
-    # A file name that is not UTF-8 reaches us with surrogates, which UTF-8 cannot hold.
+    # A file name that is not UTF-8 comes with surrogates, which UTF-8 cannot encode.
     data = text.encode(errors="backslashreplace")
     try:
         if (owned := OwnedFolder.around(path)) is not None:
@@ -326,16 +326,16 @@ def write_text(path: Path, text: str, again: bool = False, signature: bytes | No
 
 
 class LineWriter:
-    """Appends one JSON object a line to a file of which it is the only writer.
+    """Appends one JSON object per line to a file that has no other writer.
 
-    Each batch of lines goes out in one write call, so that a reader beside it sees whole lines or a torn last one.
-    A batch that the disk has no room for is taken back whole, so that writing may go on once there is room again.
-    The file is open only meanwhile: a script that closes all descriptors, as daemons do, may use the number itself.
+    Lines are written in one call, so that a reader sees whole lines or a torn last one. If the disk is full all of them
+    are removed again, so that writing may go on later. The file is open only while it is written: a script that closes
+    all descriptors, as daemons do, may reuse the number.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._absolute = Path(os.path.abspath(path))  # noqa: PTH100 - the job may go elsewhere; no link is followed
+        self._absolute = Path(os.path.abspath(path))  # noqa: PTH100 - the job may change folders; no link is followed
         self._closed = False
         try:
             self._owner = OwnedFolder.around(path)
@@ -355,7 +355,7 @@ class LineWriter:
         try:
             with _opened(self._absolute) as fd:
                 if os.fstat(fd).st_ino != self._inode:
-                    raise OSError("another file has taken its place")
+                    raise OSError("another file has replaced it")
                 self._append(fd, data)
         except OSError as error:
             raise _cannot("write", self.path, error) from error
@@ -370,9 +370,9 @@ class LineWriter:
             raise
 
     def close(self) -> None:
-        """No more lines come. Writing afterwards does nothing."""
+        """End writing; later calls of ``write`` do nothing."""
         self._closed = True
-        with contextlib.suppress(OSError):  # a full disk: it stays known by its inode
+        with contextlib.suppress(OSError):  # a full disk: the marker knows the file by its inode
             if self._owner is not None and self._owner.owns(self._absolute):
                 self._owner.record(self._absolute)
 
@@ -382,24 +382,24 @@ def _opened(path: Path, more: int = 0) -> Iterator[int]:
     fd = os.open(path, _APPENDING | more, PRIVATE)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         yield fd
     finally:
         os.close(fd)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    # ASCII only: a path that is not UTF-8 comes with surrogates, which JSON can escape and UTF-8 cannot hold.
+    # ASCII only: a path that is not UTF-8 comes with surrogates, which JSON can escape and UTF-8 cannot encode.
     separators = (",", ":") if indent is None else None
     return json.dumps(encode(value), allow_nan=False, indent=indent, separators=separators)
 
 
 def _mend_end(fd: int, path: Path) -> None:
-    """Drop the torn last line of a killed writer, which would swallow the next one."""
+    """Drop the torn last line of a killed writer, which would merge with the next one."""
     size = os.fstat(fd).st_size
     if size == 0:
         return
-    with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as data:  # of a long file only the end is read
+    with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as data:  # reads only the end of a long file
         if data[:1] != b"{":
             raise RunFolderError(f"{path} exists and was not written by Fulltilt", "Choose another file with --out.")
         whole = data.rfind(b"\n") + 1
