@@ -1,7 +1,7 @@
-"""What Fulltilt knows, as frozen records. Standard library only, so that every package may import this one.
+"""All of Fulltilt's data as frozen records. Standard library only, so that every package may import this one.
 
-Units stand in the names. ``None`` means not measured; ``0.0`` means measured and zero.
-Times ending in ``_s`` that name a moment (``t_s``, ``t0_s``) are seconds since the start of the run.
+Names end in their unit. ``None`` means not measured; ``0.0`` means measured and zero. Points in time (``t_s``,
+``t0_s``) are seconds since the start of the run.
 """
 
 # Each name is imported as itself, which says that it is exported.

@@ -1,4 +1,4 @@
-"""The answer: what a diagnosis says of a run, as `report --json` prints it."""
+"""The diagnosis of a run, as `report --json` prints it."""
 
 from __future__ import annotations
 
@@ -47,10 +47,9 @@ FindingCode = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A named cause: its share of the wall time, its evidence, a concrete fix, and what that would win.
+    """A cause: its share of the wall time, evidence, a concrete fix, and the predicted gain.
 
-    Sentences tell ``share_after_startup``, the share of the time after start-up. ``title`` names the cause in the words
-    of the field.
+    Sentences give ``share_after_startup``, the share of the time after start-up.
     """
 
     code: FindingCode
@@ -66,7 +65,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Abstention:
-    """A rule that could not judge, and what it lacked."""
+    """A rule that could not judge, and what evidence it lacked."""
 
     code: FindingCode
     lacks: str
@@ -76,7 +75,7 @@ class Abstention:
 class Verdict:
     """The run in one sentence. ``code`` is the first finding's, ``no_steps`` when nothing trained, or ``too_short``.
 
-    The sentence tells ``share_after_startup``; ``share`` is the same as a share of the wall time.
+    ``share`` is of the wall time; the sentence gives ``share_after_startup``.
     """
 
     code: str
@@ -105,7 +104,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The best rate each part could reach alone; None where it was not measured."""
+    """The best rate that each part could reach alone; None where it was not measured."""
 
     compute_samples_per_s: float | None
     loader_samples_per_s: float | None
@@ -161,11 +160,11 @@ class GpuSummary:
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """One rank beside the others. ``own_work_s`` is its time after start-up without communication;
+    """One rank compared with the others.
 
-    ``waits_s`` is how long it waits for the slowest rank (0 for the slowest itself). ``relative_speed`` is its speed in
-    its own work over that of the fastest rank, ``own_past_speed`` that of its last steps over that of its first.
-    ``last_share`` says in how many of the steps looked at it came last.
+    ``own_work_s`` is its time after start-up without communication, ``waits_s`` how long it waits for the slowest rank
+    (0 for the slowest itself). ``relative_speed`` is its speed in its own work over that of the fastest rank,
+    ``own_past_speed`` that of its last steps over that of its first, ``last_share`` how often it was the late rank.
     """
 
     rank: int
@@ -185,8 +184,8 @@ class RankSummary:
 class JobSummary:
     """A job over several tasks, with all its attempts.
 
-    ``goodput`` is the part of ``elapsed_s`` that was spent in training steps, also in those that a later attempt made
-    once more; ``rest`` is what the remainder went into, in seconds.
+    ``goodput`` is the part of ``elapsed_s`` that was spent in training steps, including those that a later attempt
+    repeated; ``rest`` is where the remaining seconds went.
     """
 
     job: str
@@ -211,9 +210,9 @@ class CheckLine:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The answer: one typed result that feeds every surface. ``step`` is the mean training step, drawn to scale.
+    """Everything that is said about a run. ``step`` is the mean training step.
 
-    ``invalid_because`` says why the timings are not the job's own (a GPU slowed down or shared), None when they are.
+    ``invalid_because`` says why the timings are not valid (a GPU slowed down or shared); None when they are.
     """
 
     verdict: Verdict

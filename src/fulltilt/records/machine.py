@@ -1,4 +1,4 @@
-"""What is read of a machine: its CPUs, memory, GPUs and storage, once and each second."""
+"""Readings of a machine: its CPUs, memory, GPUs and storage, once and every second."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that holds memory on a GPU. ``ours``: it belongs to the watched job."""
+    """A process with memory on a GPU. ``ours``: it belongs to the watched job."""
 
     pid: int
     name: str | None
@@ -18,7 +18,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """One reading of one GPU. ``lost`` is true when the driver no longer answers for it.
+    """One reading of one GPU. ``lost``: the driver no longer sees it.
 
     ``energy_j`` (a counter) and, without GPM, the PCIe rates are slow to ask for: most readings have None there.
     """
@@ -52,7 +52,7 @@ class GpuReading:
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """One reading of the host, and of what the watched process tree uses of it.
+    """One reading of the host, and of what the watched process tree uses.
 
     ``mem_used_bytes`` counts against ``mem_limit_bytes`` where there is a limit (a container's own use), else
     against ``mem_total_bytes``; reclaimable page cache is not in it. ``tree_cpu_pct`` of 100 is one core.
@@ -100,9 +100,9 @@ class JobProcess:
 
 @dataclass(frozen=True, slots=True)
 class CpuCapacity:
-    """CPUs present, and how many of them this process may really use (affinity and cgroup quota).
+    """CPUs present, and how many of them this process may use (affinity and cgroup quota).
 
-    ``allotted`` is what Slurm gave to the task, which the binding may fall short of.
+    ``allotted`` is what Slurm gave to the task, which may be more than it is bound to.
     """
 
     present: int
@@ -114,7 +114,7 @@ class CpuCapacity:
 
 @dataclass(frozen=True, slots=True)
 class StorageReading:
-    """A data folder: what it lies on and how fast its own files read. Rates are bytes per second."""
+    """A data folder: the storage it is on, and how fast its files read."""
 
     path: str
     filesystem: str | None = None
@@ -134,10 +134,7 @@ class StorageReading:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine a run took place on, as far as it was asked.
-
-    ``cuda`` is what torch was built for, ``driver_cuda`` the newest CUDA that the driver runs.
-    """
+    """The machine of a run. ``cuda`` is torch's version, ``driver_cuda`` the newest that the driver supports."""
 
     hostname: str
     platform: str

@@ -1,4 +1,4 @@
-"""What is recorded of a run, its machine and its ranks: the format of a run folder."""
+"""The records of a run and its ranks: the format of a run folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Buckets:
         return float(sum(_figures_of(self)))
 
     def plus(self, other: Buckets) -> Buckets:
-        """Both together."""
+        """The sum of both."""
         return Buckets(*map(add, _figures_of(self), _figures_of(other)))
 
 
@@ -45,10 +45,7 @@ _figures_of = attrgetter(*BUCKETS)
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Host time of the parts of a step and what the GPU did meanwhile: one step, drawn to scale.
-
-    Like the buckets beside them, these are sums over all steps of the span.
-    """
+    """Host time of each part of a step, and GPU time. In a span they are sums over its steps, like the buckets."""
 
     load_s: float = 0.0
     transfer_s: float = 0.0
@@ -62,10 +59,10 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of a rank's wall time with ``steps`` optimizer steps in it (0 for time outside steps).
+    """A part of a rank's wall time with ``steps`` optimizer steps (0 for time outside steps).
 
-    The spans of a rank tile its life from ``t0_s`` of the first to ``t1_s`` of the last, so that the ledger
-    closes. Early spans hold one step; later ones hold many, so that a million steps stay small.
+    The spans of a rank follow each other without gaps. Early ones hold one step; later ones hold many, so that the
+    files of a million steps stay small.
     """
 
     t0_s: float
@@ -84,8 +81,8 @@ class Span:
 class HotLine:
     """A line of code and the time it cost. ``where`` is ``file:line``, ``call`` the expression.
 
-    ``inside`` are the functions of libraries' that it was mostly in, the one it calls and the innermost, where not the
-    same: ``numpy/lib/_npyio_impl.py:NpzFile.__getitem__``.
+    ``inside`` are the library functions that it was mostly in, the one that it calls and the innermost:
+    ``numpy/lib/_npyio_impl.py:NpzFile.__getitem__``.
     """
 
     where: str
@@ -100,16 +97,15 @@ class HotLine:
             object.__setattr__(self, "call", mask_text(self.call))
 
 
-# --------------------------------------------------------------------------- settings, and what trying others showed
+# --------------------------------------------------------------------------- settings and trials
 
-# Far more workers, or batches in a queue, than pay on any machine. Torch would start all of them, one by one, until the
-# memory is gone.
+# More workers, or batches in a queue, than help on any machine; torch would start them until the memory is full.
 MOST_OF_A_SETTING = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The knobs of a job. ``None`` leaves a knob as the job has it."""
+    """Settings of a job. ``None`` leaves a setting as the job has it."""
 
     num_workers: int | None = None
     prefetch_factor: int | None = None
@@ -126,10 +122,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class LiveMove:
-    """Settings that live tuning tried while the job trained, and what came of it.
+    """Settings that live tuning tried while the job trained, and the outcome.
 
-    ``began_s`` is a moment of the run, and ``batch`` how many batches the loader had given by then: in a job of several
-    ranks the same on all of them.
+    ``batch`` is how many batches the loader had given when it began, the same on all ranks.
     """
 
     settings: Settings
@@ -143,11 +138,10 @@ class LiveMove:
 
 @dataclass(frozen=True, slots=True)
 class LiveRecord:
-    """What live tuning did to one loader of a rank: the settings it found and those it put in force.
+    """What live tuning did to one loader of a rank: the settings ``before``, and the ``settings`` in force.
 
-    ``cost_s`` is time of the training thread that went into tuning itself. ``note`` is what the user should know of
-    other workers, such as that they draw other random numbers. ``ranks`` are those that moved together; the figures are
-    the slowest one's.
+    ``cost_s`` is time of the training thread spent on tuning itself. ``note`` is a side effect that the user should
+    know, such as other random numbers. ``ranks`` is how many changed together; the figures are those of the slowest.
     """
 
     loader_id: int
@@ -169,9 +163,8 @@ class LiveRecord:
 class Trial:
     """One measured try of settings. An out-of-memory trial is a result, not a failure.
 
-    ``settings`` is what was asked for, ``in_force`` what the job then ran with. ``losses`` are those of the first
-    steps, one a step; ``cpu_pct`` of 100 is one core. ``others_share`` is what other processes had of the CPUs,
-    ``steps`` how many steps of the job were made.
+    ``settings`` is what was asked for, ``in_force`` what the job then ran with. ``losses`` are of the first steps;
+    ``cpu_pct`` of 100 is one core. ``others_share`` is the share of the CPUs that other processes used.
     """
 
     settings: Settings
@@ -200,15 +193,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class LoaderRecord:
-    """A DataLoader as it was constructed and as it was used by one rank.
+    """A DataLoader and how one rank used it.
 
-    ``where`` is the user's line; ``made_by`` is the library that this line calls to construct the loader, or None
-    when the line constructs it itself. What the script draws batches from without any DataLoader is made by "script".
-    A line that constructs one again for each pass is one loader, ``constructed`` as many times. ``eval_batches`` of its
-    batches were drawn to evaluate. ``pickled_workers`` were started otherwise than by fork, each with ``pickled_bytes``
-    of data set and arguments, in ``pickle_s`` of the training thread in all. ``sampler_lines`` are those of its
-    sampler, which the training thread runs itself, with workers as without. ``wait_slope`` is how the wait for a batch
-    changes with each second between two draws, and the error of that: −1 where the source works meanwhile, 0 where not.
+    ``where`` is the user's line; ``made_by`` is the library that this line calls to construct the loader, None if the
+    line constructs it itself, and "script" for batches without a DataLoader. A loader that one line constructs for each
+    pass is one record, ``constructed`` so many times. ``eval_batches`` of its batches were used to evaluate.
+    ``pickled_workers`` were not forked: each got ``pickled_bytes`` of data set and arguments, which took the training
+    thread ``pickle_s`` in all. ``sampler_lines`` are lines of its sampler, which always runs in the training thread.
+    ``wait_slope`` is how the wait for a batch changes with each second between two draws, and its error: −1 where the
+    source goes on meanwhile, 0 where it does not.
     """
 
     loader_id: int
@@ -250,10 +243,10 @@ class LoaderRecord:
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrowthRecord:
-    """How the private memory of a worker grew in the later half of its life, steadily; the mean over the workers.
+    """How the private memory of a worker grew steadily in the later half of its life; the mean over the workers.
 
-    ``copied_bytes`` of it were pages shared with the training process until they were written to (counting references
-    does); ``shared_bytes`` still are.
+    ``copied_bytes`` of it were pages shared with the training process until they were written to (by reference counts);
+    ``shared_bytes`` still are.
     """
 
     bytes: int
@@ -265,11 +258,11 @@ class MemoryGrowthRecord:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """All workers of one loader on one rank together: what they did and which lines cost it.
+    """All workers of one loader on one rank together: their time and their costliest lines.
 
-    ``reads`` are their calls to read, ``read_bytes`` what of it came from storage; ``cpus``, those that any of them may
-    run on; ``data``, where the files lie that they read; ``chunks``, how the largest HDF5 data set is stored that the
-    data set has open, where it is compressed.
+    ``reads`` are calls of read, ``read_bytes`` what came from storage; ``cpus`` is how many CPUs they may run on;
+    ``data``, the storage of the files that they read; ``chunks``, how the largest compressed HDF5 data set that is open
+    is stored.
     """
 
     loader_id: int
@@ -294,7 +287,7 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRecord:
-    """Memory by part, asked for once at the end of an early step.
+    """Memory by part, measured once at the end of an early step.
 
     ``other_bytes``: frozen weights, buffers and data kept on the GPU; None for a job on the CPU.
     """
@@ -324,7 +317,7 @@ class TransferRecord:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionRecord:
-    """What arithmetic the job used, as far as it could be seen."""
+    """The arithmetic that the job used, as far as known."""
 
     autocast: str | None
     parameters: str | None
@@ -341,7 +334,7 @@ class PrecisionRecord:
 
 @dataclass(frozen=True, slots=True)
 class CommunicationRecord:
-    """Gradient exchange, per step. None where it was only booked in the buckets, not measured by itself."""
+    """Gradient exchange per step. None where it was only counted in the buckets."""
 
     communication_s: float | None = None
     overlapped_s: float | None = None
@@ -349,9 +342,9 @@ class CommunicationRecord:
 
 @dataclass(frozen=True, slots=True)
 class UnusedSearchRecord:
-    """DistributedDataParallel with find_unused_parameters=True: how often it was asked what it had found.
+    """DistributedDataParallel with find_unused_parameters=True, ``asked`` after so many steps what it had found.
 
-    ``unused_bytes`` is the most it found in any of those steps; ``where`` constructs it.
+    ``unused_bytes`` is the most that it found in any of them; ``where`` is the line that constructs it.
     """
 
     where: str | None
@@ -377,9 +370,9 @@ class DeepRecord:
 
 @dataclass(frozen=True, slots=True)
 class KernelRecord:
-    """What the GPU ran in a few steps under torch.profiler, begun now and then while the job runs. Times are per step.
+    """What the GPU ran in a few steps, profiled now and then while the job runs. Times are per step.
 
-    ``busy_s`` is the union of all kernels: gaps between them, and copies from and to the host, are no work.
+    ``busy_s`` is the union of all kernels, without gaps between them and copies from and to the host.
     """
 
     steps: int
@@ -394,7 +387,7 @@ class KernelRecord:
 class CompileRecord:
     """What torch.compile did. ``recompile_lines`` are functions that were compiled again, with the reason.
 
-    ``seconds`` are of the host; those on the training thread are part of the start-up on the ledger.
+    ``seconds`` are of the host; the ledger counts those on the training thread as start-up.
     """
 
     compiles: int
@@ -407,7 +400,7 @@ class CompileRecord:
 
 @dataclass(frozen=True, slots=True)
 class ThreadRecord:
-    """Python threads of the job beside the one that trains, by their common name, and the lines that they ran."""
+    """Python threads of one name besides the training thread, and the lines that they ran."""
 
     name: str
     cpu_s: float
@@ -416,9 +409,9 @@ class ThreadRecord:
 
 @dataclass(frozen=True, slots=True)
 class GarbageRecord:
-    """Python's garbage collections on the training thread, start-up left out. ``full`` ones walk through every object.
+    """Garbage collections on the training thread after start-up. ``full`` ones walk through every object.
 
-    ``asked_for`` are lines that call gc.collect(), themselves or through a library.
+    ``asked_for`` are lines that call gc.collect(), directly or through a library.
     """
 
     collections: int
@@ -430,11 +423,10 @@ class GarbageRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank's recorder knows besides its spans. Rewritten atomically while the job runs.
+    """Everything recorded of one rank besides its spans. Rewritten atomically while the job runs.
 
-    ``under_way`` is what has passed since the last step: the last that is known of a job that hangs and is killed.
-    ``at`` is the line at which the training thread stood then. ``group`` is the same for all ranks that met in one
-    process group, and another after a restart.
+    ``under_way`` is the time since the last step, which shows where a job hung that was killed; ``at`` is the line that
+    the training thread was at. ``group`` is the same for all ranks of a process group, and another after a restart.
     """
 
     rank: int
@@ -454,14 +446,14 @@ class RankRecord:
     loaders: tuple[LoaderRecord, ...] = ()
     workers: tuple[WorkerRecord, ...] = ()
     host_lines: tuple[HotLine, ...] = ()
-    drawing_lines: tuple[HotLine, ...] = ()  # those of them that make batches or wait for them, without a loader
-    growing_lines: tuple[HotLine, ...] = ()  # what they cost beyond what they cost in the early steps
-    compute_lines: tuple[HotLine, ...] = ()  # lines from which torch computes on the CPU, backward left out
-    operations: int | None = None  # in autograd's graph of one backward on the CPU, counted once, up to a bound
-    drawn_from: HotLine | None = None  # a generator of the script's, at the line where the training loop iterates it
-    loop_calls: tuple[HotLine, ...] = ()  # lines of the training loop that call a function of the script's
-    computing_calls: tuple[HotLine, ...] = ()  # the same, by what torch computes in there on the CPU
-    validates_at: str | None = None  # the line of the training loop, or around it, that leads to validation
+    drawing_lines: tuple[HotLine, ...] = ()  # those that make batches or wait for them, without a loader
+    growing_lines: tuple[HotLine, ...] = ()  # what lines cost more than in the early steps
+    compute_lines: tuple[HotLine, ...] = ()  # lines from which torch computes on the CPU, without backward
+    operations: int | None = None  # in the autograd graph of one backward on the CPU, counted once, up to a limit
+    drawn_from: HotLine | None = None  # a generator of the script, at the line where the training loop iterates over it
+    loop_calls: tuple[HotLine, ...] = ()  # lines of the training loop that call a function of the script
+    computing_calls: tuple[HotLine, ...] = ()  # the same lines, by what torch computes in them on the CPU
+    validates_at: str | None = None  # the line in or around the training loop that calls the validation
     sync_lines: tuple[HotLine, ...] = ()
     checkpoint_lines: tuple[HotLine, ...] = ()
     syncs: int = 0
@@ -476,14 +468,14 @@ class RankRecord:
     garbage: GarbageRecord | None = None
     gpu_busy_step_s: float | None = None
     launch_s: float | None = None
-    flops_per_call: float | None = None  # of the work up to each call of an optimizer, counted once
+    flops_per_call: float | None = None  # of the work for one optimizer call, counted once
     vram_peak_bytes: int | None = None
     alloc_retries: int | None = None
     memory: MemoryRecord | None = None
     torch_threads: int | None = None
     cpus_at_start: int | None = None
     cpus: int | None = None
-    cpu_wait_s: float | None = None  # the training thread was ready to run, and had no CPU
+    cpu_wait_s: float | None = None  # the training thread was ready to run but had no CPU
     off_cpu_s: float | None = None  # the training thread did not run, for this or any other reason
     threads: tuple[ThreadRecord, ...] = ()
     notes: tuple[str, ...] = ()
@@ -503,7 +495,7 @@ SCHEMA_VERSION = 1
 class Task:
     """One of several `fulltilt run` that a launcher started for one job: one a node, or one a rank.
 
-    ``number`` of ``count``; None where the launcher does not say before the ranks have met. ``restart``: which requeue.
+    ``number`` of ``count``; None where the launcher does not say. ``restart`` counts requeues.
     """
 
     job: str
@@ -517,8 +509,8 @@ class RunRecord:
     """One execution of a job. ``state`` says how it ended; ``exit_code`` is the script's own, or minus its signal.
 
     ``ended_by`` names the exception that ended a run recorded from within, where there is no exit code to tell.
-    ``oom_kills`` counts the processes that the kernel killed meanwhile for lack of memory. ``task``: it is one of
-    several that make the job, each with a folder of its own.
+    ``oom_kills`` counts processes that the kernel killed for lack of memory. ``task``: it is one of several tasks of
+    the job, each with a folder of its own.
     """
 
     name: str
@@ -536,11 +528,11 @@ class RunRecord:
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "command", mask_arguments(self.command))  # nobody can forget it here
+        object.__setattr__(self, "command", mask_arguments(self.command))
 
     @property
     def began(self) -> datetime:
-        """When it started, on the clock of its machine; the beginning of all time where that is damaged."""
+        """When it started, on the clock of its machine; 1970 where the record is damaged."""
         try:
             return datetime.fromisoformat(self.started_at).astimezone()
         except (ValueError, OSError, OverflowError):
@@ -549,10 +541,10 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run folder as read: everything the rules and reports work on.
+    """A run folder as read, for rules and reports.
 
-    Of a job over several tasks it is the newest attempt, ``earlier`` are those before it (some ranks of each), and
-    ``tasks`` are the records of its tasks. Their times are shifted so that a step ends at the same time on all of them.
+    Of a job over several tasks it is the newest attempt; ``earlier`` are those before it (some ranks of each), and
+    ``tasks`` the records of its tasks. Their times are shifted so that a step ends at the same time on all of them.
     """
 
     folder: str

@@ -21,10 +21,10 @@ _SECRET_WORDS = re.compile(
     r"password|passwd|passphrase|pwd|pass|token|secrets?|credentials?|auth|authorization|bearer|apikey|apitoken"
     r"|accesskey|cookie|signature|sig"
 )
-# `--key` alone is one; `--image-key` names a column unless its value looks like a secret.
+# `--key` alone is a secret; `--image-key` is one only if its value looks like it.
 _KEY_OWNERS = re.compile(r"api|access|secret|private|auth|ssh|encryption|account|service|master|license|wandb")
 _NOT_SECRET_BEFORE_TOKEN = re.compile(r"pad|eos|bos|unk|mask|sep|cls|stop|image|special")
-# Names whose values are random-looking and public.
+# Names whose values look random but are public.
 _PUBLIC = frozenset(["revision", "commit", "sha", "hash", "digest", "checksum", "uuid", "seed"])
 _URL = re.compile(r"(?P<before>\b[A-Za-z][A-Za-z0-9+.-]*://[^\s/@:]*:)(?P<password>[^\s/@]+)@")
 _ASSIGNED = re.compile(
@@ -107,7 +107,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _masked(name: str, value: str) -> str:
-    """The value of an argument or setting; where its name says nothing, only what looks like a secret is masked."""
+    """The value of an argument or setting, masked if its name or its look says that it is a secret."""
     return MASK if _is_secret(name, value) else _mask_value(value, name)
 
 
