@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from fulltilt.records import BUCKETS
-from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint
+from fulltilt.report.legend import BUCKET_LEGEND, IDLE, PHASE_LEGEND, LegendEntry
 
 # Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
 VISION = {
@@ -41,33 +41,33 @@ def _luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def distance(one: Tint, other: Tint, vision: str) -> float:
+def distance(one: LegendEntry, other: LegendEntry, vision: str) -> float:
     pairs = zip(oklab(one.colour, vision), oklab(other.colour, vision), strict=True)
     return sum((a - b) ** 2 for a, b in pairs) ** 0.5
 
 
-def test_every_bucket_has_a_tint():
-    assert tuple(BUCKET_TINTS) == BUCKETS
+def test_every_bucket_has_a_legend_entry():
+    assert tuple(BUCKET_LEGEND) == BUCKETS
 
 
 @pytest.mark.parametrize("vision", VISION)
 def test_buckets_can_be_told_apart(vision):
     # The two greys share a colour: start-up is a solid block, unattributed is drawn faint, and both are named.
-    tints = [tint for name, tint in BUCKET_TINTS.items() if name != "unattributed_s"]
-    for one, other in itertools.combinations(tints, 2):
+    entries = [entry for name, entry in BUCKET_LEGEND.items() if name != "unattributed_s"]
+    for one, other in itertools.combinations(entries, 2):
         assert distance(one, other, vision) > 0.06, (one.label, other.label)
-    waiting, computing = BUCKET_TINTS["data_wait_s"], BUCKET_TINTS["compute_s"]
+    waiting, computing = BUCKET_LEGEND["data_wait_s"], BUCKET_LEGEND["compute_s"]
     assert distance(waiting, computing, vision) > 0.2
 
 
 @pytest.mark.parametrize("ground", ["#ffffff", "#181b20"])
 def test_colours_stand_out_on_light_and_dark(ground):
-    for kind, tint in {**BUCKET_TINTS, **PHASE_TINTS}.items():
-        if kind not in (IDLE, "optimizer"):  # idle is an outline; optimizer always stands beside backward
-            assert contrast(tint.colour, ground) >= 3, tint.label
+    for phase, entry in {**BUCKET_LEGEND, **PHASE_LEGEND}.items():
+        if phase not in (IDLE, "optimizer"):  # idle is an outline; optimizer always stands beside backward
+            assert contrast(entry.colour, ground) >= 3, entry.label
 
 
 def test_text_on_a_colour_can_be_read():
-    for tint in {**BUCKET_TINTS, **PHASE_TINTS}.values():
-        assert contrast(tint.colour, tint.ink) >= 4.3, tint.label
-        assert contrast(tint.colour, tint.ink) == max(contrast(tint.colour, ink) for ink in ("#ffffff", "#111111"))
+    for entry in {**BUCKET_LEGEND, **PHASE_LEGEND}.values():
+        assert contrast(entry.colour, entry.ink) >= 4.3, entry.label
+        assert contrast(entry.colour, entry.ink) == max(contrast(entry.colour, ink) for ink in ("#ffffff", "#111111"))

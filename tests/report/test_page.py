@@ -106,7 +106,7 @@ def test_the_page_says_it_all():
         "compute ceiling 413",
         "GPU 0 use",
         "CPUs used by the job",
-        "padding_waste could not be judged",
+        "Not judged: padding_waste. Missing: lengths.",
     ):
         assert part in text
 

@@ -8,14 +8,14 @@ import pytest
 from fulltilt.diagnosis.loader_bottleneck import joined_lines
 from fulltilt.records import Buckets, HotLine, Ledger, Throughput
 from fulltilt.report import run_view
-from fulltilt.report.run_view import compare, loader_sites, step_picture, told_apart
+from fulltilt.report.run_view import compare, distinct_names, step_picture, used_loaders
 from tests.report import examples
 
 # --------------------------------------------------------------------------- one step
 
 
 def lengths(lane):
-    return {part.kind: part.length_s for part in lane.parts}
+    return {part.phase: part.length_s for part in lane.parts}
 
 
 def test_a_starved_gpu_waits_while_its_workers_preprocess():
@@ -26,7 +26,7 @@ def test_a_starved_gpu_waits_while_its_workers_preprocess():
     assert lengths(workers) == pytest.approx(
         {"load": 0.045, "preprocess": 0.415, "queue": 0.01, "idle": 0.0227}, abs=1e-4
     )
-    assert list(lengths(host)) == ["wait", "transfer", "forward", "backward", "optimizer", "other"]
+    assert list(lengths(host)) == ["data_wait", "transfer", "forward", "backward", "optimizer", "other"]
     assert lengths(gpu)["idle"] == pytest.approx(0.3377, abs=1e-3)
     assert picture.scale_s == pytest.approx(picture.step_s)
 
@@ -87,7 +87,7 @@ def made_anew_each_epoch():
 
 def test_loaders_of_one_line_are_one():
     run, _ = made_anew_each_epoch()
-    ((loader, work),) = loader_sites(run.ranks[0])
+    ((loader, work),) = used_loaders(run.ranks[0])
     assert (loader.passes, loader.batches, loader.samples) == (3, 450, 28800)
     assert work.batches == 450
     assert work.fetch_s == pytest.approx(0.94 * 450)
@@ -97,7 +97,7 @@ def test_training_and_evaluation_stay_apart_and_unused_ones_are_left_out():
     run, _ = examples.starved()
     train = run.ranks[0].loaders[0]
     others = (replace(train, loader_id=1, role="eval"), replace(train, loader_id=2, where="x.py:1", batches=0))
-    sites = loader_sites(replace(run.ranks[0], loaders=(train, *others)))
+    sites = used_loaders(replace(run.ranks[0], loaders=(train, *others)))
     assert [loader.role for loader, _ in sites] == ["train", "eval"]
 
 
@@ -106,7 +106,7 @@ def test_a_step_is_drawn_alike_however_often_the_loader_is_made():
     assert once is not None
     assert anew is not None
     for part, same in zip(once.lanes[0].parts, anew.lanes[0].parts, strict=True):
-        assert (same.kind, same.length_s) == (part.kind, pytest.approx(part.length_s))
+        assert (same.phase, same.length_s) == (part.phase, pytest.approx(part.length_s))
 
 
 def test_batches_that_workers_did_not_report_do_not_shrink_the_picture():
@@ -171,9 +171,9 @@ def test_runs_of_one_script_are_told_apart_by_their_folders():
     before, after, elsewhere = (
         (dataclasses.replace(run, folder=folder), diagnosis) for folder in ("a/before", "a/after", "b/after")
     )
-    assert told_apart([before, examples.healthy()]) == (run.run.name, examples.healthy()[0].run.name)
-    assert told_apart([before, after]) == ("before", "after")
-    assert told_apart([after, elsewhere]) == ("a/after", "b/after")
+    assert distinct_names([before, examples.healthy()]) == (run.run.name, examples.healthy()[0].run.name)
+    assert distinct_names([before, after]) == ("before", "after")
+    assert distinct_names([after, elsewhere]) == ("a/after", "b/after")
 
 
 def test_lines_of_the_recorder_are_not_shown_as_the_users():

@@ -14,8 +14,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from fulltilt.report.console import ERRORS, encodable
-from fulltilt.report.palette import BUCKET_TINTS, Tint
-from fulltilt.report.run_view import Lane, Part, StepPicture, _fetching_title
+from fulltilt.report.legend import BUCKET_LEGEND, LegendEntry
+from fulltilt.report.run_view import Lane, LanePart, StepPicture, _fetching_title
 from fulltilt.report.terminal import ledger_bar, show, step_lines, verdict_lines
 from tests.report import examples
 
@@ -62,17 +62,17 @@ def test_colour_changes_nothing_but_colours_and_patterns(name):
     plain, coloured = printed(name), printed(name, colour=True)
     assert "\x1b[" in coloured
     assert "\x1b" not in plain
-    patterns = f"[{re.escape(''.join(tint.pattern for tint in BUCKET_TINTS.values()))}]"
+    patterns = f"[{re.escape(''.join(entry.pattern for entry in BUCKET_LEGEND.values()))}]"
     assert re.sub(patterns, "█", plain) == re.sub(patterns, "█", ANSI.sub("", coloured))
 
 
 def test_without_colour_every_bucket_has_a_pattern_of_its_own_also_in_ascii():
-    assert len({encodable(tint.pattern, "ascii") for tint in BUCKET_TINTS.values()}) == len(BUCKET_TINTS)
+    assert len({encodable(entry.pattern, "ascii") for entry in BUCKET_LEGEND.values()}) == len(BUCKET_LEGEND)
 
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_tiny_part_of_the_step_stays_on_its_line(width):
-    parts = (Part("wait", 0.0, 0.7), Part("queue", 0.7, 1e-4), Part("forward", 0.7001, 2e-4))
+    parts = (LanePart("data_wait", 0.0, 0.7), LanePart("queue", 0.7, 1e-4), LanePart("forward", 0.7001, 2e-4))
     lines = step_lines(StepPicture(0.7003, 20, (Lane("Host", parts),)), width, colour=False)
     assert {line.cell_len for line in lines[1:]} == {width - 1}
     assert lines[2].plain.endswith("100 µs")
@@ -104,7 +104,7 @@ def test_a_run_without_an_end_says_so():
 def test_the_buckets_are_listed_by_size_without_empty_ones():
     text = printed("starved")
     listed = text[text.index("Where the time went") : text.index("One step")]
-    names = ["data wait", "compute", "validation", "start-up", "epoch turn-over", "transfer", "checkpoint"]
+    names = ["data wait", "compute", "validation", "start-up", "epoch restart", "transfer", "checkpoint"]
     places = [listed.index(f" {name} ") for name in names]
     assert places == sorted(places)
     assert "communication" not in listed
@@ -116,7 +116,7 @@ def test_hot_lines_say_share_function_and_line():
 
 def test_ranks_name_the_slowest_and_what_the_others_wait():
     text = printed("straggler")
-    assert "rank 2 is the slowest; the others wait up to 22 s for it" in text
+    assert "rank 2 is the slowest; the others wait for it up to 22 s" in text
     assert re.search(r"rank 2 .* slowest", text)
     assert re.search(r"rank 0 .* waits 22 s", text)
 
@@ -140,18 +140,18 @@ def test_the_short_form_is_one_line_for_each_thing():
 @pytest.mark.parametrize("width", [1, 7, 80])
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (0.999, 0.0005, 0.0005), (5, 0, 0), (3, 0, 1)])
 def test_parts_fill_the_bar_in_proportion(lengths, width):
-    tints = [Tint(name, "#000000", "", name) for name in "abc"]
-    bar = ledger_bar(list(zip(tints, lengths, strict=True)), width, colour=False).plain
+    entries = [LegendEntry(name, "#000000", "", name) for name in "abc"]
+    bar = ledger_bar(list(zip(entries, lengths, strict=True)), width, colour=False).plain
     assert len(bar) == width
-    for tint, length in zip(tints, lengths, strict=True):
-        assert abs(bar.count(tint.pattern) - length / sum(lengths) * width) <= 1
+    for entry, length in zip(entries, lengths, strict=True):
+        assert abs(bar.count(entry.pattern) - length / sum(lengths) * width) <= 1
 
 
 def test_lines_of_loading_without_workers_are_not_said_to_be_theirs():
     staffed = examples.starved()[0].ranks[0]
     alone = replace(staffed, loaders=tuple(replace(loader, num_workers=0) for loader in staffed.loaders))
-    assert _fetching_title(staffed) == "Inside the workers, share of fetching"
-    assert _fetching_title(alone) == "Inside the loading, share of fetching"
+    assert _fetching_title(staffed) == "In the workers, share of fetching"
+    assert _fetching_title(alone) == "Data loading, share of fetching"
 
 
 def test_a_command_can_be_typed_again_as_it_is_shown():

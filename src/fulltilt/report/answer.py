@@ -1,4 +1,4 @@
-"""The JSON answer, whose keys other programs may rely on, and a run folder explained: findings.json and report.html."""
+"""The JSON answer, whose keys are stable, and the results of a run folder: findings.json and report.html."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fulltilt.store import encode_fully
 
 
 def to_plain(diagnosis: Diagnosis, run: Run | None = None) -> dict[str, Any]:
-    """The diagnosis as plain JSON values, with every key, and the run it is about. What was not measured is None."""
+    """The diagnosis as plain JSON values, with every key, and its run. None was not measured."""
     plain: dict[str, Any] = encode_fully(diagnosis)
     plain["settings"] = dict(plain["settings"])
     if diagnosis.job is not None:

@@ -1,6 +1,6 @@
-"""HTML and SVG built from elements, so that no name of the user's can become markup.
+"""HTML and SVG built from elements, so that no text of the user can become markup.
 
-A plain string is always text and is escaped where it enters; only ``element`` makes ``Markup``.
+A plain string is always text and is escaped; only ``element`` makes ``Markup``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def element(tag: str, *children: Child, **attributes: Attribute) -> Markup:
 
 
 def join(children: Iterable[Child]) -> Markup:
-    """Children one after the other, text escaped."""
+    """The children in order, text escaped."""
     return Markup("".join(map(_render, children)))
 
 

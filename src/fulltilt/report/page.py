@@ -1,6 +1,6 @@
-"""The page: one self-contained HTML file. It loads nothing, works from a file, and shows names as text.
+"""The page: one self-contained HTML file that loads nothing.
 
-The content security policy allows the one style sheet and the one script below by their hashes, and nothing else.
+Its content security policy allows one style sheet and one script, by their hashes, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fulltilt import figures
 from fulltilt.diagnosis.verdict import title
 from fulltilt.records import CheckLine, Diagnosis, Finding, LoaderRecord, Machine, RankRecord, Run
 from fulltilt.report import run_view
+from fulltilt.report.legend import BUCKET_LEGEND, PHASE_LEGEND, bucket_order
 from fulltilt.report.markup import Child, Markup, element
 from fulltilt.report.page_charts import (
     bucket_class,
@@ -28,8 +29,7 @@ from fulltilt.report.page_charts import (
     step_charts,
     step_lanes,
 )
-from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS, bucket_order
-from fulltilt.report.run_view import Reported, compare, loader_sites, step_picture, told_apart
+from fulltilt.report.run_view import Reported, compare, distinct_names, step_picture, used_loaders
 from fulltilt.store import write_text
 
 # --------------------------------------------------------------------------- parts
@@ -39,7 +39,7 @@ STATES = {"ok": "passed", "warn": "warning", "fail": "failed", "skip": "skipped"
 
 
 def section(title: str, *content: Child, note: str | None = None) -> Markup | None:
-    """A part of the page under its heading; None when it has no content."""
+    """A section with its heading; None when it has no content."""
     shown = [child for child in content if child]
     if not shown:
         return None
@@ -48,7 +48,7 @@ def section(title: str, *content: Child, note: str | None = None) -> Markup | No
 
 
 def listing(tag: str, items: Sequence[Markup], class_: str) -> Markup | None:
-    """A list of ``<li>``; None without any."""
+    """A list of ``<li>``; None when it is empty."""
     return element(tag, items, class_=class_) if items else None
 
 
@@ -93,7 +93,7 @@ def hot_lines(rank: RankRecord) -> list[Markup]:
 
 
 def rank_bars(diagnosis: Diagnosis) -> Markup | None:
-    """The ledger of each rank, with the slowest named and what the others wait for it."""
+    """The ledger of each rank, which one is the slowest, and how long the others wait for it."""
     if len(diagnosis.ranks) < 2:
         return None
     order = bucket_order(diagnosis.ledger)
@@ -114,7 +114,7 @@ def figure_table(
     rows: Iterable[tuple[str, Sequence[str], str | None]],
     class_: str | None = None,
 ) -> Markup:
-    """Rows of figures: heading, cells, style class. The table scrolls in its own frame, so that the page never does."""
+    """Rows of figures (heading, cells, style class) in a frame that scrolls by itself."""
     head = [element("th", column, class_="figure", scope="col") for column in columns]
     body = []
     for heading, cells, row_class in rows:
@@ -142,7 +142,7 @@ def check_line(line: CheckLine) -> Markup:
 
 
 def definitions(name: str, pairs: Iterable[tuple[str, str | None]]) -> Markup | None:
-    """Names with their values; what is not known is left out."""
+    """Names with their values, without unknown ones."""
     known = [(term, value) for term, value in pairs if value not in (None, "", figures.NOT_MEASURED)]
     if not known:
         return None
@@ -154,7 +154,7 @@ _USES = {"train": "training", "eval": "evaluation", "unused": "nothing"}
 
 
 def loader_facts(loader: LoaderRecord) -> Markup | None:
-    """A line that makes DataLoaders that were used, and what came out of them."""
+    """A loader: its line, its settings and its batches."""
     facts = [
         ("made at", loader.where),
         ("data set", loader.dataset),
@@ -163,14 +163,14 @@ def loader_facts(loader: LoaderRecord) -> Markup | None:
         ("batches", figures.whole(loader.batches)),
         ("batch", figures.size(loader.batch_bytes)),
         ("start method", loader.start_method),
-        ("waited for it", figures.seconds(loader.wait_s)),
-        ("worker restarts", figures.seconds(loader.restart_s)),
+        ("data wait", figures.seconds(loader.wait_s)),
+        ("epoch restarts", figures.seconds(loader.restart_s)),
     ]
     return definitions(f"Loader for {_USES[loader.role]}", facts)
 
 
 def machine(machine: Machine) -> Markup | None:
-    """The machine that the run took place on."""
+    """The machine that the job ran on."""
     facts = [
         ("host", machine.hostname),
         ("system", machine.platform),
@@ -185,7 +185,7 @@ def machine(machine: Machine) -> Markup | None:
 
 # --------------------------------------------------------------------------- page
 
-# Tells a page of ours from a file that somebody else has under the same name.
+# Marks our pages: another file of the same name is not replaced.
 SIGNATURE = b'name="generator" content="Fulltilt"'
 
 
@@ -238,8 +238,8 @@ _TILES = (*_RATES, "GPU use", "SM active", "steps", "wall time")
 
 
 def _key_figures(diagnosis: Diagnosis) -> list[Markup]:
-    told = [(name.partition(",")[0], run_view.RUN_FIGURES[name](diagnosis)) for name in _TILES]
-    known = [(name, figure) for name, figure in told if figure != figures.NOT_MEASURED]
+    tiles = [(name.partition(",")[0], run_view.RUN_FIGURES[name](diagnosis)) for name in _TILES]
+    known = [(name, figure) for name, figure in tiles if figure != figures.NOT_MEASURED]
     return [element("div", element("dt", name), element("dd", figure)) for name, figure in known]
 
 
@@ -264,7 +264,7 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
             *(element("p", line, class_="aside") for line in more if line),
             note=f"of {figures.seconds(diagnosis.ledger.wall_s)} of wall time",
         ),
-        section("What to change", listing("ol", cards, "findings"), note="in order of what it would win"),
+        section("What to change", listing("ol", cards, "findings"), note="largest gain first"),
         section("One step, to scale", step_lanes(picture), note=mean) if picture else None,
         section("Ranks", rank_bars(diagnosis), note="where each rank's time went"),
         section("Over time", chart_grid(step_charts(run, diagnosis), wide=True)),
@@ -276,26 +276,26 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
         ),
         section("Lines that cost the time", hot_lines(rank) if rank else None),
         section("Checklist", listing("ul", [check_line(line) for line in diagnosis.checklist], "checklist")),
-        section("Settings and machine", _surroundings(run, diagnosis)),
+        section("Settings and machine", _settings(run, diagnosis)),
         section("Notes", listing("ul", notes, "notes")),
     ]
 
 
 USE_IS_NOT_WORK = (
-    "“Use” only says that some kernel ran. SM active says how much of the GPU it kept busy: "
-    "where the two are far apart, 100 % use is not full speed."
+    "“Use” is the time with any kernel running, SM active how much of the GPU was busy: "
+    "where the two differ a lot, 100 % use is not full speed."
 )
 
 
-def _surroundings(run: Run, diagnosis: Diagnosis) -> Markup:
+def _settings(run: Run, diagnosis: Diagnosis) -> Markup:
     rank = run.ranks[0] if run.ranks else None
     return element(
         "div",
         definitions("Settings", ((name, run_view.setting(value)) for name, value in diagnosis.settings)),
-        [loader_facts(loader) for loader, _ in loader_sites(rank)] if rank else None,
+        [loader_facts(loader) for loader, _ in used_loaders(rank)] if rank else None,
         definitions("A step under the profiler", run_view.deep_facts(rank.deep)) if rank and rank.deep else None,
         machine(run.run.machine),
-        class_="surroundings",
+        class_="settings",
     )
 
 
@@ -303,7 +303,7 @@ def _surroundings(run: Run, diagnosis: Diagnosis) -> Markup:
 
 
 def _comparison(runs: Sequence[Reported]) -> list[Child]:
-    names = told_apart(runs)
+    names = distinct_names(runs)
     pictures = [step_picture(run, diagnosis) for run, diagnosis in runs]
     scale_s = max((picture.scale_s for picture in pictures if picture is not None), default=None)
     ledgers: list[Child] = []
@@ -324,9 +324,7 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
     eyebrow, title = element("p", "Comparison", class_="eyebrow info"), f"{len(runs)} runs side by side"
     return [
         element("header", eyebrow, element("h1", title), class_="verdict"),
-        section(
-            "Settings and what came of them", figure_table("Comparison of the runs", "", names, rows, "comparison")
-        ),
+        section("Settings and results", figure_table("Comparison of the runs", "", names, rows, "comparison")),
         section("Where the time went", ledgers),
         section("One step, to one scale", steps),
         section("Each run", folded),
@@ -362,10 +360,10 @@ def _document(title: str, body: Sequence[Child], fulltilt: str) -> str:
 
 @cache
 def _style() -> str:
-    """The style sheet, with the palette's colours, so that they are the terminal's."""
-    tints = [(bucket_class(name), tint) for name, tint in BUCKET_TINTS.items()]
-    tints += [(phase_class(kind), tint) for kind, tint in PHASE_TINTS.items()]
-    rules = [f".{name}{{fill:{tint.colour}}}.t-{name}{{fill:{tint.ink}}}" for name, tint in tints]
+    """The style sheet, with the same colours as the terminal."""
+    entries = [(bucket_class(name), entry) for name, entry in BUCKET_LEGEND.items()]
+    entries += [(phase_class(phase), entry) for phase, entry in PHASE_LEGEND.items()]
+    rules = [f".{name}{{fill:{entry.colour}}}.t-{name}{{fill:{entry.ink}}}" for name, entry in entries]
     return "".join([*rules, "\n", _resource("page.css")])
 
 

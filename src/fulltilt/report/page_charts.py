@@ -12,15 +12,15 @@ from fulltilt import figures
 from fulltilt.diagnosis.ledger import launching_apart
 from fulltilt.records import BUCKETS, Buckets, Diagnosis, GpuReading, Run, Sample, Span
 from fulltilt.report import run_view
+from fulltilt.report.legend import BUCKET_LEGEND, PHASE_LEGEND
 from fulltilt.report.markup import Attribute, Markup, element
-from fulltilt.report.palette import BUCKET_TINTS, PHASE_TINTS
 from fulltilt.report.run_view import Lane, Reported, StepPicture
 
 # --------------------------------------------------------------------------- scales
 
 
 def nice_top(highest: float) -> float:
-    """The next round figure whose half is round too."""
+    """The next round figure whose half is round as well."""
     if highest <= 0 or not math.isfinite(highest):
         return 1.0
     magnitude = 10.0 ** math.floor(math.log10(highest))
@@ -30,7 +30,7 @@ def nice_top(highest: float) -> float:
 # --------------------------------------------------------------------------- bars
 
 BAR_HEIGHT = 40
-# Widths in pixels that a bar has on a desk and on a phone, and that a character of its labels takes.
+# Pixels: the width of a bar on a desktop and on a phone, and of a character in its labels.
 DESK_WIDTH, PHONE_WIDTH, CHARACTER_WIDTH = 900, 310, 7.5
 
 
@@ -39,13 +39,13 @@ def bucket_class(name: str) -> str:
     return f"b-{name.removesuffix('_s')}"
 
 
-def phase_class(kind: str) -> str:
+def phase_class(phase: str) -> str:
     """The style class that colours a part of a step."""
-    return f"p-{kind}"
+    return f"p-{phase}"
 
 
 def swatch(colour_class: str) -> Markup:
-    """A small square in a colour of the palette."""
+    """A small square in the colour of a style class."""
     square = element("rect", width=10, height=10, rx=2, class_=colour_class)
     return element("svg", square, class_="swatch", width=10, height=10, aria_hidden="true")
 
@@ -54,7 +54,7 @@ def ledger_bar(buckets: Buckets, order: Sequence[str], height: int = BAR_HEIGHT)
     """Where the time went, as one bar with the large parts named in it."""
     total_s = buckets.total_s
     sizes = [(name, getattr(buckets, name) / total_s) for name in order] if total_s > 0 else []
-    labels = [f"{BUCKET_TINTS[name].label} {figures.percent(size)}" for name, size in sizes]
+    labels = [f"{BUCKET_LEGEND[name].label} {figures.percent(size)}" for name, size in sizes]
     segments, start = [], 0.0
     for (name, size), label in zip(sizes, labels, strict=True):
         segments.append(_segment(start, size, label, bucket_class(name), height))
@@ -63,14 +63,14 @@ def ledger_bar(buckets: Buckets, order: Sequence[str], height: int = BAR_HEIGHT)
 
 
 def ledger_table(reported: Reported, order: Iterable[str]) -> Markup:
-    """The buckets in words and figures."""
+    """The buckets as a table."""
     ledger = reported[1].ledger
     decimals = run_view.decimals(ledger.wall_s)
     rows = [
         element(
             "tr",
-            element("th", swatch(bucket_class(name)), BUCKET_TINTS[name].label, scope="row"),
-            element("td", BUCKET_TINTS[name].meaning, class_="meaning"),
+            element("th", swatch(bucket_class(name)), BUCKET_LEGEND[name].label, scope="row"),
+            element("td", BUCKET_LEGEND[name].meaning, class_="meaning"),
             element("td", f"{getattr(ledger.buckets, name):.{decimals}f} s", class_="figure"),
             element("td", figures.percent(getattr(ledger.buckets, name) / ledger.wall_s), class_="figure strong"),
             element("td", figures.percent(run_view.bucket_after_startup(name, reported)), class_="figure"),
@@ -87,7 +87,7 @@ def ledger_table(reported: Reported, order: Iterable[str]) -> Markup:
 
 
 def step_lanes(picture: StepPicture, scale_s: float | None = None) -> Markup:
-    """One step to scale: a bar for each of those who work at it. ``scale_s`` lets several steps share one scale."""
+    """One step to scale, a bar for each lane. ``scale_s`` lets several steps share one scale."""
     scale_s = scale_s or picture.scale_s
     return element("div", [_lane(lane, scale_s) for lane in picture.lanes], class_="lanes")
 
@@ -95,9 +95,9 @@ def step_lanes(picture: StepPicture, scale_s: float | None = None) -> Markup:
 def _lane(lane: Lane, scale_s: float) -> Markup:
     segments, legend, spoken = [], [], []
     for part in lane.parts:
-        label = PHASE_TINTS[part.kind].label
+        label = PHASE_LEGEND[part.phase].label
         figure = figures.seconds(part.length_s)
-        colour = phase_class(part.kind)
+        colour = phase_class(part.phase)
         segments.append(_segment(part.start_s / scale_s, part.length_s / scale_s, label, colour, BAR_HEIGHT))
         spoken.append(f"{label} {figure}")
         legend.append(element("li", swatch(colour), label, " ", element("b", figure)))
@@ -118,13 +118,13 @@ def _bar(segments: Sequence[Markup], spoken: str, height: int) -> Markup:
 
 
 def _segment(start: float, size: float, label: str, colour: str, height: int) -> Markup:
-    """A stretch of a bar. Its label shows where it fits: everywhere, on a desk only, or only when pointed at."""
+    """A part of a bar. Its label shows where it fits: everywhere, on a desktop only, or only on hover."""
     x, width = f"{start * 100:.3f}%", f"{size * 100:.3f}%"
     needed = len(label) * CHARACTER_WIDTH + 16
     fits_desk, fits_phone = size * DESK_WIDTH >= needed, size * PHONE_WIDTH >= needed
     text = None
     if fits_desk:
-        # A nested svg starts its own coordinates, so that the text stands a fixed distance from the segment's edge.
+        # A nested svg has coordinates of its own, so that the text keeps its distance from the segment's edge.
         words = element("text", label, x=8, y="50%", dy="0.35em", class_=f"t-{colour}")
         text = element("svg", words, x=x, width=width, height=height, class_=None if fits_phone else "desk-only")
     return element("g", element("title", label), element("rect", x=x, width=width, height=height, class_=colour), text)
@@ -134,7 +134,7 @@ def _segment(start: float, size: float, label: str, colour: str, height: int) ->
 
 HEIGHT = 132
 AXIS_HEIGHT = 20
-# The inner drawing's own coordinates: a thousandth of the width or height is finer than a pixel.
+# The drawing's coordinates run from 0 to this, finer than a pixel.
 GRAIN = 1000
 
 
@@ -144,7 +144,7 @@ class Line:
 
     label: str
     colour: str
-    points: tuple[Point, ...]
+    points: tuple[ChartPoint, ...]
 
 
 def line_chart(
@@ -159,19 +159,19 @@ def line_chart(
 ) -> Markup | None:
     """The chart, or None when there is nothing to draw.
 
-    ``scale`` turns the points' unit into ``unit``; ``top`` fixes the upper end; ``marks`` are levels worth comparing
-    with, such as a ceiling or a limit, with their names.
+    ``scale`` converts the points to ``unit``; ``top`` fixes the upper end; ``marks`` are named levels to compare with,
+    such as a ceiling or a limit.
     """
     lines = [line for line in lines if line.points]
     if not lines:
         return None
     known = [(name, value * scale) for name, value in marks if value is not None]
     highest = max(point.value for line in lines for point in line.points) * scale
-    # A ceiling far above the data would flatten it; then it is only named.
+    # A ceiling far above the data would flatten it, so it is only named.
     levels = [value for _, value in known if value <= max(highest, 1e-9) * 4]
     full = top or nice_top(max([highest, *levels]))
 
-    def place(point: Point) -> str:
+    def place(point: ChartPoint) -> str:
         x = round(min(max(point.t_s / wall_s, 0.0), 1.0) * GRAIN)
         return f"{x},{round((1 - min(max(point.value * scale / full, 0.0), 1.0)) * GRAIN)}"
 
@@ -182,7 +182,7 @@ def line_chart(
     ]
     legend = [(line.colour, line.label) for line in lines]
     named = [f"{name} {figures.number(value)}" for name, value in known]
-    # The chart in words, for those who do not see it.
+    # The chart in words, for screen readers.
     ranges = []
     for line in lines:
         low, high = (figures.number(edge(point.value for point in line.points) * scale) for edge in (min, max))
@@ -207,12 +207,12 @@ def ledger_chart(shares: Mapping[str, Sequence[float]], wall_s: float) -> Markup
                 "path",
                 d=_staircase(ceiling) + "L" + _staircase(floor, backwards=True)[1:] + "Z",
                 class_=f"area {bucket_class(name)}",
-                data_label=BUCKET_TINTS[name].label,
+                data_label=BUCKET_LEGEND[name].label,
                 data_shares=" ".join(f"{share * 100:.0f}" for share in shares[name]),
             )
         )
         floor = ceiling
-    legend = [(bucket_class(name), BUCKET_TINTS[name].label) for name in names]
+    legend = [(bucket_class(name), BUCKET_LEGEND[name].label) for name in names]
     spoken = "Share of each bucket over time: " + ", ".join(label for _, label in legend)
     return _figure("Time by cause", "% of the time", legend, [], drawing, 100.0, wall_s, spoken=spoken)
 
@@ -220,19 +220,19 @@ def ledger_chart(shares: Mapping[str, Sequence[float]], wall_s: float) -> Markup
 # --------------------------------------------------------------------------- drawing
 
 
-def _stroke(line: Line, place: Callable[[Point], str]) -> Markup:
+def _stroke(line: Line, place: Callable[[ChartPoint], str]) -> Markup:
     runs: list[list[str]] = []  # points between gaps
     for point in line.points:
         if point.new_line or not runs:
             runs.append([])
         runs[-1].append(place(point))
-    # A lone point would have no length: a stroke to itself shows as a dot.
+    # A line from a single point to itself shows as a dot.
     d = "".join(f"M{' '.join(run if len(run) > 1 else run * 2)}" for run in runs)
     return element("path", d=d, class_=f"stroke {line.colour}", data_label=line.label)
 
 
 def _staircase(values: Sequence[float], backwards: bool = False) -> str:
-    """Equal steps from left to right, as a path; the corners of neighbours at one height are left out."""
+    """Equal steps from left to right, as a path without corners between steps of one height."""
     corners: list[tuple[int, int]] = []
     for i, value in enumerate(values):
         y = round((1 - min(value, 1.0)) * GRAIN)
@@ -280,41 +280,41 @@ def _figure(
     )
 
 
-# --------------------------------------------------------------------------- figures over time, thinned for drawing
+# --------------------------------------------------------------------------- figures over time, averaged for drawing
 
-# A chart is some 700 pixels wide: more points than this cannot be seen, only downloaded.
+# A chart is some 700 pixels wide: more points would not show.
 POINTS = 150
-# Workers hand over their batches together: one step then seems to take no time, and the next one twice its time.
+# Batches may arrive in bursts: then one step seems to take no time, and the next one twice its time.
 STEPS_A_RATE = 8
 
-# When a reading begins and ends, its amount, and what that is divided by.
+# Begin and end of a reading, its amount, and what that is divided by.
 Reading = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A point of a line: the mean over a stretch of time. ``new_line``: there is a gap before it."""
+class ChartPoint:
+    """A point of a line: the mean over some time. ``new_line``: there is a gap before it."""
 
     t_s: float
     value: float
     new_line: bool = False
 
 
-def thinned(readings: Iterable[Reading], wall_s: float, points: int = POINTS) -> tuple[Point, ...]:
-    """One point for all readings that end in the same of ``points`` equal parts of the wall time."""
-    drawn: list[Point] = []
+def thinned(readings: Iterable[Reading], wall_s: float, points: int = POINTS) -> tuple[ChartPoint, ...]:
+    """The mean of the readings that end in each of ``points`` equal parts of the wall time."""
+    drawn: list[ChartPoint] = []
     ended_s = -math.inf
     for _, group in groupby(readings, key=lambda reading: min(int(reading[1] * points / wall_s), points - 1)):
         begins, ends, amounts, sizes = zip(*group, strict=True)
         # Half a point of slack: clocks are rounded when they are stored.
         gap = begins[0] - ended_s > (ends[-1] - begins[0]) / 2
-        drawn.append(Point((begins[0] + ends[-1]) / 2, sum(amounts) / sum(sizes), new_line=gap))
+        drawn.append(ChartPoint((begins[0] + ends[-1]) / 2, sum(amounts) / sum(sizes), new_line=gap))
         ended_s = ends[-1]
     return tuple(drawn)
 
 
-def throughput(spans: Iterable[Span], wall_s: float) -> tuple[Point, ...]:
-    """Samples per second of one rank while it was stepping, over several steps each: batches may come in bursts."""
+def throughput(spans: Iterable[Span], wall_s: float) -> tuple[ChartPoint, ...]:
+    """Samples per second of one rank while it made steps, each over several steps."""
     counted = [span for span in spans if span.steps > 0 and span.samples is not None and span.t1_s > span.t0_s]
     rates = sum(span.steps for span in counted) / STEPS_A_RATE
     rate_s = sum(span.t1_s - span.t0_s for span in counted) / max(rates, 1.0)
@@ -322,13 +322,13 @@ def throughput(spans: Iterable[Span], wall_s: float) -> tuple[Point, ...]:
     return thinned(((s.t0_s, s.t1_s, s.samples or 0, s.t1_s - s.t0_s) for s in counted), wall_s, points)
 
 
-def data_wait(spans: Iterable[Span], wall_s: float) -> tuple[Point, ...]:
+def data_wait(spans: Iterable[Span], wall_s: float) -> tuple[ChartPoint, ...]:
     """Seconds of data wait in each step of one rank."""
     return thinned(((s.t0_s, s.t1_s, s.buckets.data_wait_s, s.steps) for s in spans if s.steps > 0), wall_s)
 
 
 def ledger_over_time(spans: Sequence[Span], wall_s: float, bins: int = POINTS) -> dict[str, tuple[float, ...]]:
-    """The share of each bucket that occurs, in ``bins`` equal slices of the wall time."""
+    """The share of each bucket in ``bins`` equal slices of the wall time, without empty buckets."""
     width_s = wall_s / bins
     slices = {name: [0.0] * bins for name in BUCKETS}
     for span in spans:
@@ -343,12 +343,12 @@ def ledger_over_time(spans: Sequence[Span], wall_s: float, bins: int = POINTS) -
     return {name: tuple(column) for name, column in slices.items() if any(share > 1e-9 for share in column)}
 
 
-# A sample with the time that it describes: since the one before.
+# A sample with the begin and end of the time that it describes.
 Timed = tuple[float, float, Sample]
 
 
 def timed(samples: Sequence[Sample]) -> list[Timed]:
-    """The samples of the first machine: those of several follow one another, each from its start on."""
+    """The samples of the first machine; those of other machines come after them, again from the start."""
     later = (place for place in range(1, len(samples)) if samples[place].t_s < samples[place - 1].t_s)
     samples = samples[: next(later, len(samples))]
     moments = [sample.t_s for sample in samples]
@@ -357,7 +357,7 @@ def timed(samples: Sequence[Sample]) -> list[Timed]:
 
 
 def wall_seconds(run: Run, ledger_wall_s: float) -> float:
-    """The length of the time axis: the ledger's wall time, or the moment of the last sample."""
+    """The length of the time axis: the ledger's wall time, or the time of the last sample."""
     return max([ledger_wall_s, *(sample.t_s for sample in run.samples[-1:])])
 
 
@@ -365,7 +365,7 @@ def wall_seconds(run: Run, ledger_wall_s: float) -> float:
 
 GIB = 1 / (1 << 30)
 MB = 1e-6
-# More than this many GPUs are charted elsewhere (`fulltilt watch`); a page must stay a page.
+# At most so many GPUs are charted on a page; `fulltilt watch` shows all.
 MOST_GPUS = 16
 
 
@@ -389,7 +389,7 @@ def step_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
 
 
 def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
-    """GPU, CPU, memory and disk over time, as far as they were measured."""
+    """GPU, CPU, memory and disk over time, as far as measured."""
     wall_s = wall_seconds(run, diagnosis.ledger.wall_s)
     if wall_s <= 0:
         return []
@@ -398,7 +398,7 @@ def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     charts: list[Markup | None] = []
 
     def add(title: str, unit: str, readings: list[Any], *lines: tuple[str, str, str], **options: Any) -> None:
-        """A chart of figures of the readings, each a label, a colour and the name of the figure."""
+        """Add a chart; each of ``lines`` is a label, a colour and the name of a field of the readings."""
         drawn = []
         for label, colour, name in lines:
             known = ((t0_s, t1_s, getattr(reading, name)) for t0_s, t1_s, reading in readings)
@@ -414,14 +414,14 @@ def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
     for own in list(gpus.values())[:MOST_GPUS]:
         gpu = own[-1][2]
         name = f"GPU {gpu.index}"
-        use = (("some kernel ran", "c-compute", "util_pct"), ("SM active", "c-second", "sm_active_pct"))
+        use = (("any kernel running", "c-compute", "util_pct"), ("SM active", "c-second", "sm_active_pct"))
         vram_gib = gpu.vram_total_bytes * GIB if gpu.vram_total_bytes else None
         add(f"{name} use", "%", own, *use, top=100.0)
         add(f"{name} memory", "GiB", own, ("used", "c-compute", "vram_used_bytes"), scale=GIB, top=vram_gib)
         add(f"{name} power", "W", own, ("power", "c-compute", "power_w"), marks=[("limit", gpu.power_limit_w)])
     job = ("CPUs", "c-second", "tree_cpu_pct")
-    cpu = (("busy", "c-second", "cpu_pct"), ("waiting on storage", "c-data", "iowait_pct"))
-    memory = (("this job", "c-second", "tree_pss_bytes"), ("in use altogether", "c-grey", "mem_used_bytes"))
+    cpu = (("busy", "c-second", "cpu_pct"), ("waiting for storage", "c-data", "iowait_pct"))
+    memory = (("this job", "c-second", "tree_pss_bytes"), ("in use in total", "c-grey", "mem_used_bytes"))
     disk = (("read", "c-second", "disk_read_bytes_per_s"), ("written", "c-data", "disk_write_bytes_per_s"))
     limit_bytes = machine.mem_limit_bytes or machine.mem_total_bytes
     add("CPUs used by the job", "CPUs", hosts, job, scale=0.01, marks=[("usable", machine.cpu.usable * 100)])
@@ -432,5 +432,5 @@ def machine_charts(run: Run, diagnosis: Diagnosis) -> list[Markup]:
 
 
 def chart_grid(charts: list[Markup], wide: bool = False) -> Markup | None:
-    """Charts beside each other where there is room; None without any."""
+    """Charts side by side where there is room; None without any."""
     return element("div", charts, class_="charts wide" if wide else "charts") if charts else None

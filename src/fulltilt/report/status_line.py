@@ -1,4 +1,4 @@
-"""The status line of a machine, the same wherever it appears: in `watch`, beside a progress bar, in a log."""
+"""The status line of a machine, the same in `watch`, beside a progress bar and in a log."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ GIB = 1024**3
 def status_line(sample: Sample, gpu_index: int = 0) -> str:
     """``GPU: 85% | VRAM:12.3/24.0GB(51.2%) | CPU: 45.2% | RAM:18.4/64.0GB(28.8%)``.
 
-    ``gpu_index`` is the place in ``sample.gpus``. What was not measured is ``n/a``. A GB is 1024³ bytes here, as in
-    the guide that the line comes from. RAM is that of the machine, or what a container's limit leaves of it.
+    ``gpu_index`` is an index into ``sample.gpus``. A GB is 1024³ bytes here; ``n/a`` was not measured. RAM is that of
+    the machine, or of the container's limit.
     """
     gpu = sample.gpus[gpu_index] if gpu_index < len(sample.gpus) else None
     use = _percent(gpu.util_pct if gpu else None, 0)
@@ -20,14 +20,14 @@ def status_line(sample: Sample, gpu_index: int = 0) -> str:
 
 
 def host_line(sample: Sample) -> str:
-    """``CPU: 45.2% | RAM:18.4/64.0GB(28.8%)``: the part of the line that a machine without a GPU has."""
+    """``CPU: 45.2% | RAM:18.4/64.0GB(28.8%)``: the line of a machine without a GPU."""
     host = sample.host
     ram = _used_of(host.mem_used_bytes, host.mem_limit_bytes or host.mem_total_bytes)
     return f"CPU: {_percent(host.cpu_pct, 1)} | RAM:{ram}"
 
 
 def sample_lines(sample: Sample) -> list[str]:
-    """A status line for each GPU, or one for the host alone, with SM activity and temperature behind it where known."""
+    """A status line for each GPU, or one for the host alone, then SM activity and temperature where known."""
     if len(sample.gpus) < 2:
         return [status_line(sample) + "".join(_more(gpu) for gpu in sample.gpus)]
     return [f"[{gpu.index}] {status_line(sample, place)}{_more(gpu)}" for place, gpu in enumerate(sample.gpus)]

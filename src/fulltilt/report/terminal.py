@@ -15,8 +15,8 @@ from fulltilt import figures
 from fulltilt.figures import clean, one_line
 from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, Run
 from fulltilt.report import run_view
-from fulltilt.report.palette import BUCKET_TINTS, IDLE, PHASE_TINTS, Tint, bucket_order
-from fulltilt.report.run_view import Reported, StepPicture, compare, step_picture, told_apart
+from fulltilt.report.legend import BUCKET_LEGEND, IDLE, PHASE_LEGEND, LegendEntry, bucket_order
+from fulltilt.report.run_view import Reported, StepPicture, compare, distinct_names, step_picture
 from fulltilt.store import REPORT_FILE
 
 # --------------------------------------------------------------------------- bars
@@ -24,58 +24,58 @@ from fulltilt.store import REPORT_FILE
 BULLET, ARROW = "·", "→"
 
 
-def fill(tint: Tint, colour: bool) -> tuple[str, str]:
+def fill(entry: LegendEntry, colour: bool) -> tuple[str, str]:
     """The character and the style of a segment."""
-    return ("█", tint.colour) if colour else (tint.pattern, "")
+    return ("█", entry.colour) if colour else (entry.pattern, "")
 
 
-def bucket_parts(buckets: Buckets, order: Iterable[str]) -> list[tuple[Tint, float]]:
-    """Buckets with their tints, in the given order."""
-    return [(BUCKET_TINTS[name], getattr(buckets, name)) for name in order]
+def bucket_parts(buckets: Buckets, order: Iterable[str]) -> list[tuple[LegendEntry, float]]:
+    """Buckets with their legend, in the given order."""
+    return [(BUCKET_LEGEND[name], getattr(buckets, name)) for name in order]
 
 
-def ledger_bar(parts: Sequence[tuple[Tint, float]], width: int, colour: bool) -> Text:
-    """One line in which each part has its share of ``width`` characters."""
+def ledger_bar(parts: Sequence[tuple[LegendEntry, float]], width: int, colour: bool) -> Text:
+    """One line in which each part takes its share of ``width`` characters."""
     bar = Text(no_wrap=True)
     total, reached = sum(length for _, length in parts), 0.0
-    for tint, length in parts:
-        character, style = fill(tint, colour)
+    for entry, length in parts:
+        character, style = fill(entry, colour)
         reached += length
         bar.append(character * (round(reached / total * width) - bar.cell_len), style)
     return bar
 
 
 def step_lines(picture: StepPicture, width: int, colour: bool) -> list[Text]:
-    """One step as a picture: each part on a line of its own, at its place and to scale, with its length."""
+    """One step to scale, with a line for each part."""
     parts = [part for lane in picture.lanes for part in lane.parts]
-    name_width = max(len(PHASE_TINTS[part.kind].label) for part in parts)
+    name_width = max(len(PHASE_LEGEND[part.phase].label) for part in parts)
     length_width = max(len(figures.seconds(part.length_s)) for part in parts)
     bar_width = max(width - name_width - length_width - 6, 3)
     lines = []
     for lane in picture.lanes:
         lines.append(Text(lane.name, "bold", no_wrap=True, overflow="ellipsis"))
         for part in lane.parts:
-            tint, idle = PHASE_TINTS[part.kind], part.kind == IDLE
+            entry, idle = PHASE_LEGEND[part.phase], part.phase == IDLE
             start = round(part.start_s / picture.scale_s * bar_width)
             end = max(round((part.start_s + part.length_s) / picture.scale_s * bar_width), start + 1)
             if end > bar_width:
                 start, end = start - (end - bar_width), bar_width
             glyph = "┄" if idle else "█"
-            style = "dim" if idle else tint.colour if colour else ""
-            line = Text("  ", no_wrap=True).append(tint.label.ljust(name_width + 1), "dim" if idle else "")
+            style = "dim" if idle else entry.colour if colour else ""
+            line = Text("  ", no_wrap=True).append(entry.label.ljust(name_width + 1), "dim" if idle else "")
             line.append(" " * start).append(glyph * (end - start), style).append(" " * (bar_width - end))
             lines.append(line.append(f"  {figures.seconds(part.length_s):>{length_width}}", "dim" if idle else ""))
     return lines
 
 
 def heading(console: Console, name: str, detail: str = "") -> None:
-    """The title of a part, after an empty line."""
+    """A heading, after an empty line."""
     console.print()
     console.print(Text(name, "bold underline").append(f"  {detail}" if detail else "", "not bold not underline dim"))
 
 
 def hanging(mark: str, text: Text, indent: int = 4) -> Padding:
-    """Text that wraps under itself, not under its mark."""
+    """Text that wraps under itself, not under its bullet."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_row(mark, text)
     return Padding(table, (0, 0, 0, indent), expand=False)
@@ -113,14 +113,14 @@ def show_hot_lines(console: Console, run: Run) -> None:
 
 
 def show_ranks(console: Console, diagnosis: Diagnosis, colour: bool) -> None:
-    """The ledger of each rank, the slowest named, and what the others wait for it."""
+    """The ledger of each rank, which one is the slowest, and how long the others wait for it."""
     ranks, detail = diagnosis.ranks, ""
     if len(ranks) < 2:
         return
     slowest = next((rank for rank in ranks if rank.slowest), None)
     longest_wait_s = max(rank.waits_s for rank in ranks)
     if slowest is not None and longest_wait_s > 0:
-        detail = f"rank {slowest.rank} is the slowest; the others wait up to {figures.seconds(longest_wait_s)} for it"
+        detail = f"rank {slowest.rank} is the slowest; the others wait for it up to {figures.seconds(longest_wait_s)}"
     heading(console, "Ranks", detail)
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()
@@ -145,10 +145,10 @@ def show_ranks(console: Console, diagnosis: Diagnosis, colour: bool) -> None:
 
 
 def show_gpus(console: Console, gpus: Sequence[GpuSummary]) -> None:
-    """Each GPU over the training part, with utilisation beside what tells whether it is real."""
+    """Each GPU over the training part: utilisation, and what shows whether it is real work."""
     if not gpus:
         return
-    heading(console, "GPU", "use: some kernel ran · SM active: how much of the GPU it kept busy")
+    heading(console, "GPU", "use: time with any kernel running · SM active: how much of the GPU was busy")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("", overflow="ellipsis", no_wrap=True, max_width=max(console.width - 55, 12))
     shown = {name: cell for name, cell in run_view.GPU_FIGURES.items() if name in GPU_COLUMNS}
@@ -174,7 +174,7 @@ def show_checklist(console: Console, checklist: Sequence[CheckLine]) -> None:
 
 
 def show_notes(console: Console, run: Run, diagnosis: Diagnosis) -> None:
-    """What the recorder noticed, and which rules could not judge."""
+    """What the recorder noticed, and which rules lacked evidence."""
     notes = run_view.notes(run, diagnosis)
     if not notes:
         return
@@ -189,12 +189,12 @@ SEVERITY_STYLES = {"severe": "bold red", "warn": "yellow", "info": "cyan"}
 
 
 def verdict_lines(diagnosis: Diagnosis, folder: str | Path | None) -> list[str]:
-    """The short form for the end of a run: verdict, the three findings that would win most, and the page, if any."""
+    """The short form for the end of a run: verdict, the three first findings, and the page, if any."""
     lines = [one_line(diagnosis.verdict.sentence)]
     for place, finding in enumerate(diagnosis.findings[:3], start=1):
         gain = figures.speedup(finding.predicted_speedup)
-        told = run_view.after_startup(finding) + (f", {gain}" if gain else "")
-        lines.append(f"  {place}. {finding.title} ({told}): {one_line(finding.fix)}")
+        share = run_view.after_startup(finding) + (f", {gain}" if gain else "")
+        lines.append(f"  {place}. {finding.title} ({share}): {one_line(finding.fix)}")
     return [*lines, f"  report: {clean(str(Path(folder) / REPORT_FILE))}"] if folder is not None else lines
 
 
@@ -268,13 +268,13 @@ def _show_ledger(console: Console, reported: Reported, colour: bool) -> None:
     for base in ("", "of all", "after start-up"):
         table.add_column(base, justify="right")
     decimals = run_view.decimals(ledger.wall_s)
-    for (tint, size), bucket in zip(parts, bucket_order(ledger), strict=True):
-        character, style = fill(tint, colour)
-        label = Text(character * 2, style).append(f" {tint.label}", "default")
+    for (entry, size), bucket in zip(parts, bucket_order(ledger), strict=True):
+        character, style = fill(entry, colour)
+        label = Text(character * 2, style).append(f" {entry.label}", "default")
         row: list[Text | str] = [label, f"{size:.{decimals}f} s", figures.percent(size / ledger.wall_s)]
         row.append(figures.percent(run_view.bucket_after_startup(bucket, reported)))
         if console.width >= 120:
-            row.append(Text(tint.meaning, "dim"))
+            row.append(Text(entry.meaning, "dim"))
         table.add_row(*row)
     console.print(table)
 
@@ -291,7 +291,7 @@ def _show_step(console: Console, run: Run, diagnosis: Diagnosis, colour: bool) -
 def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
     if not findings:
         return
-    heading(console, "What to change", "in order of what it would win")
+    heading(console, "What to change", "largest gain first")
     for place, finding in enumerate(findings, start=1):
         head = Text(f"{place:>2}  {finding.title}", "bold")
         gain = figures.speedup(finding.predicted_speedup)
@@ -313,7 +313,7 @@ def _show_comparison(console: Console, runs: Sequence[Reported], colour: bool) -
     console.rule(Text(f"{len(runs)} runs side by side", "bold"), style="dim")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("")
-    names = [clean(name) for name in told_apart(runs)]
+    names = [clean(name) for name in distinct_names(runs)]
     for name in names:
         table.add_column(Text(name), justify="right", overflow="fold")
     rows = compare(runs)
@@ -333,7 +333,7 @@ def _show_comparison(console: Console, runs: Sequence[Reported], colour: bool) -
             console.print(hanging(ARROW, Text(clean(finding.fix), "green"), indent=0))
     legend = Text()
     for name in order:
-        character, style = fill(BUCKET_TINTS[name], colour)
-        legend.append(character * 2, style).append(f" {BUCKET_TINTS[name].label}  ", "dim")
+        character, style = fill(BUCKET_LEGEND[name], colour)
+        legend.append(character * 2, style).append(f" {BUCKET_LEGEND[name].label}  ", "dim")
     console.print()
     console.print(legend)
