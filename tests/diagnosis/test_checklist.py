@@ -32,7 +32,7 @@ def test_a_healthy_run_passes_every_line_with_its_figure() -> None:
         (
             "Speed > 80 % of the compute ceiling",
             "ok",
-            "Epoch time: 100s (320 samples/sec, 10 batches/sec), 95 % of the 337 that compute allows",
+            "Epoch time: 100s (320 samples/sec, 10 batches/sec), 95 % of the 337 that compute alone would reach",
         ),
         ("Data wait < 10 %", "ok", "Data wait: 0 % of the time after start-up"),
     ]

@@ -166,7 +166,7 @@ def test_what_breaks_a_compiled_graph_is_named_where_launching_limits() -> None:
     run = on_gpu({"vram_used_bytes": 10**9}, {"host_code": 60.0, "compute": 40.0}, launch_s=55.0, compile=compiled)
     finding = found(launch_bound(gather(run)))
     assert "torch.compile broke the graph 2 times: Unsupported Tensor.item() call" in finding.evidence
-    assert finding.fix.startswith("Mend what breaks the compiled graph: torch.compile(model, fullgraph=True)")
+    assert finding.fix.startswith("Fix what breaks the compiled graph: torch.compile(model, fullgraph=True)")
 
 
 def test_few_gaps_are_left_alone_and_unmeasured_ones_not_judged() -> None:
@@ -181,10 +181,10 @@ def test_kernels_that_leave_multiprocessors_idle_want_a_larger_batch() -> None:
     run = on_gpu(gpu, {"compute": 90.0, "host_code": 10.0})
     finding = found(batch_too_small(gather(run)))
     assert finding.share == pytest.approx(90 * 0.75 / 100)
-    assert "SMs are active 25 % of the time that a kernel runs" in finding.evidence
+    assert "while a kernel runs, 25 % of the SMs are active" in finding.evidence
     assert "10 % of the GPU's memory is in use" in finding.evidence
     assert "A suggestion, since it changes what is trained: try batch_size 32 → 64 at train.py:31" in finding.fix
-    assert "`fulltilt plan RUN` tells which batches fit" in finding.fix
+    assert "`fulltilt plan RUN` shows which batches fit" in finding.fix
     assert finding.predicted_speedup == (1.51, 3.08)
 
 
@@ -267,8 +267,8 @@ def test_padding_is_counted_in_compute() -> None:
 @pytest.mark.parametrize(
     ("dataset", "residency", "told"),
     [
-        ("TextLoader", "auto", "share a batch already"),
-        ("TextLoader", None, "share a batch already"),
+        ("TextLoader", "auto", "already share a batch"),
+        ("TextLoader", None, "already share a batch"),
         ("Comments", "none", "sort chunks of some hundred batches by length"),
     ],
 )
@@ -333,7 +333,7 @@ def test_a_step_of_many_small_operations_is_told_with_its_line() -> None:
     small = judged(4000)  # 95 ms a step
     assert (small.title, small.where) == ("Compute-bound: many small operations", "loss.py:11")
     assert "a step is about 4,000 operations of 23.8 µs each" in small.evidence[1]
-    assert small.fix.startswith("z[i] - z[j] at loss.py:11: work on whole tensors in place of a Python loop")
+    assert small.fix.startswith("z[i] - z[j] at loss.py:11: work on whole tensors instead of looping")
     assert judged(2000, backwards=2000).where == "loss.py:11"  # two passes a step
     assert judged(3000, cpu_wait_s=40.0).where == "loss.py:11"  # long for want of a CPU
     for ordinary in (judged(3000), judged(400), judged(None)):
@@ -367,7 +367,7 @@ def traced(*kernels: tuple[str, float], shapes: int = 1, **switches: Any) -> Run
 def test_images_that_cudnn_turns_round_are_kept_channels_last() -> None:
     run = traced(("cudnn::ops::nchwToNhwcKernel<__half>", 0.0012), ("nhwcToNchwKernel", 0.0008))
     finding = found(free_switches(gather(run)))
-    assert finding.evidence[0].startswith("cuDNN turns images from channels first to channels last in 20 %")
+    assert finding.evidence[0].startswith("cuDNN converts images from channels first to last in 20 %")
     assert "memory_format=torch.channels_last" in finding.fix
     assert "not measured" in finding.fix
     assert (finding.severity, finding.predicted_speedup) == ("warn", (1.0, 1.25))

@@ -7,7 +7,7 @@ import pytest
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import Evidence, gather, one_loader_a_line
 from fulltilt.diagnosis.findings import Judgement
-from fulltilt.diagnosis.loader_bottleneck import Limit
+from fulltilt.diagnosis.loader_bottleneck import Bottleneck
 from fulltilt.diagnosis.rules.data_loading import (
     dataset_pickled,
     epoch_restart,
@@ -91,7 +91,7 @@ IO_WORKERS = {"fetch_cpu_s": 10.0, "process_cpu_s": 12.0, "cpu_wait_s": 1.0}
 )
 def test_what_a_library_brings_without_a_loader_gets_its_words(library: str, words: str) -> None:
     finding = found(input_serial(gather(serial(made_by=library, given=(), iterable=True, dataset="IterableDataset"))))
-    assert finding.fix.startswith("Have the next batches made while this one trains at train.py:31: ")
+    assert finding.fix.startswith("Make the next batches while this one trains at train.py:31: ")
     assert words in finding.fix
     assert "get_worker_info" not in finding.fix
 
@@ -130,7 +130,7 @@ def test_workers_are_no_cure_for_a_lock_that_they_share(call: str, waits: bool) 
 
     line = HotLine("train.py:8", "D.__getitem__", 60.0, call, waits)
     finding = judged(line)
-    assert finding.fix.startswith(f"{call} at train.py:8 lets one process at a time through, and more")
+    assert finding.fix.startswith(f"{call} at train.py:8 lets one process at a time through, so more")
     assert "num_workers=" not in finding.fix
     assert finding.where == "train.py:8"
     assert finding.predicted_speedup == (1.43, 2.5)
@@ -182,7 +182,7 @@ def test_serial_loading_says_how_many_workers_its_cost_needs() -> None:
         "Set num_workers=2 at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)"
         " (random augmentations, if any, differ; later epochs are shuffled differently)."
     )
-    assert "2 workers would hide it; the job may use 8 CPUs, enough for 7 such workers" in finding.fix
+    assert "2 workers would hide the wait; the job may use 8 CPUs, enough for 7 such workers" in finding.fix
     # Two workers at the serial rate: 2 × 516.1 / 320 = 3.23, more than the wait itself allows: 1 / 0.38.
     # At the cautious end two workers give 0.6 of that, and each pass begins with an empty queue.
     assert finding.predicted_speedup == (1.78, 2.63)
@@ -193,21 +193,21 @@ def test_serial_loading_on_few_cpus_promises_only_what_they_can_carry() -> None:
     # Both CPUs full: 2 / (0.9 + 0.1) of the time that one takes now.
     assert finding.predicted_speedup == (1.22, 2.16)
     assert "num_workers=2" in finding.fix
-    assert "a cheaper fetch must give the rest" in finding.fix
+    assert "for the rest it takes a cheaper fetch" in finding.fix
 
 
 def test_workers_by_the_hundred_are_no_advice() -> None:
     fix = found(input_serial(gather(serial(cpus=2.0, wait_s=99.9, cpu_s=1.0)))).fix
     assert "num_workers=8 at train.py:31" in fix
-    assert "there may be more of them than CPUs, and 115 would hide all of it" in fix
+    assert "there may be more of them than CPUs; 115 would hide all of the wait" in fix
 
 
 def test_serial_loading_that_only_waits_may_have_more_workers_than_cpus() -> None:
     asked = serial(cpus=2.0, wait_s=90.0, cpu_s=1.0, wait_slope=(0.0, 0.1))
     finding = found(input_serial(gather(asked)))
     assert "num_workers=8" in finding.fix  # 4 for each CPU at most
-    assert "Such workers wait and take next to no CPU: there may be more of them than CPUs" in finding.fix
-    assert "1.1 % on the CPU: the fetch waits, does not compute" in finding.evidence[1]
+    assert "Such workers wait and take hardly any CPU, so there may be more of them than CPUs" in finding.fix
+    assert "1.1 % on the CPU; fetching mostly waits" in finding.evidence[1]
     assert finding.predicted_speedup == (4.87, 9.6)
 
 
@@ -222,7 +222,7 @@ def test_a_source_with_a_rate_of_its_own_wants_no_worker() -> None:
     assert finding.where == "data.py:9"
     assert "num_workers" not in finding.fix
     assert "Make what producer.stdout.read(256) at data.py:9 waits for faster" in finding.fix
-    assert "it gives 320 samples/s" in finding.evidence[1]
+    assert ", at 320 samples/s: " in finding.evidence[1]
     assert evidence.ceilings.loader_samples_per_s == 320.0
 
 
@@ -241,7 +241,7 @@ def test_a_wait_that_may_be_for_a_busy_source_promises_nothing_for_sure(
 ) -> None:
     finding = found(input_serial(gather(serial(cpu_s=cpu_s, wait_slope=slope))))
     assert "num_workers=" in finding.fix
-    assert ("wins nothing where fetching waits for what comes at a rate of its own" in finding.fix) == doubtful
+    assert ("do not help if fetching waits for something that comes no sooner" in finding.fix) == doubtful
     assert finding.predicted_speedup is not None
     assert (finding.predicted_speedup[0] == 1.0) == doubtful
 
@@ -251,12 +251,12 @@ def test_a_generator_that_waits_promises_nothing_for_sure() -> None:
     made = rank(loaders=(), host_lines=lines, off_cpu_s=38.0)
     finding = found(input_serial(gather(run_of(made, data_wait=40.0, compute=60.0))))
     assert finding.predicted_speedup == (1.0, 1.67)
-    assert "wins nothing where fetching waits" in finding.fix
+    assert "do not help if fetching waits" in finding.fix
 
 
 def test_waiting_workers_that_read_no_storage_promise_nothing_for_sure() -> None:
     finding = found(input_io_bound(gather(fed(workers(**IO_WORKERS, read_bytes=0)))))
-    assert "wins nothing where fetching waits" in finding.fix
+    assert "do not help if fetching waits" in finding.fix
     assert finding.predicted_speedup is not None
     assert finding.predicted_speedup[0] == 1.0
     stored = found(input_io_bound(gather(fed(workers(**IO_WORKERS, read_bytes=10**10)))))
@@ -297,8 +297,8 @@ def test_a_call_that_a_few_lines_make_cheaper_comes_before_workers() -> None:
     run = serial(cpus=2.0)
     run = replace(run, ranks=(replace(run.ranks[0], workers=(workers(fetch_s=62.0, lines=(line,), processes=0),)),))
     finding = found(input_serial(gather(run)))
-    assert finding.fix.startswith("zipfile.ZipFile(PATH) at data.py:9 opens a file anew for each sample, ")
-    assert "and keep it. Beside that: set num_workers=" in finding.fix
+    assert finding.fix.startswith("zipfile.ZipFile(PATH) at data.py:9 opens a file and reads its index anew ")
+    assert "and keep it. Set num_workers=" in finding.fix
     plain = found(input_serial(gather(serial(cpus=2.0)))).predicted_speedup
     assert plain is not None
     assert finding.predicted_speedup == (plain[0], 2.33)  # 57 of 100 s less
@@ -313,7 +313,7 @@ def test_cpus_that_the_job_fills_leave_a_first_worker_nothing_to_win() -> None:
         busy = replace(run, samples=sampled(host_reading=host(tree_cpu_pct=used_pct)))
         finding = found(input_serial(gather(busy)))
         assert finding.predicted_speedup == predicted
-        assert ("he job keeps 1.8 of its 2 CPUs busy without more workers" in finding.fix) == (used_pct == 180.0)
+        assert ("he job keeps 1.8 of its 2 CPUs busy already" in finding.fix) == (used_pct == 180.0)
 
 
 def test_a_compute_heavy_cpu_job_leaves_the_loader_little() -> None:
@@ -335,7 +335,7 @@ def test_an_iterable_data_set_must_split_its_work() -> None:
 )
 @pytest.mark.parametrize(("state", "in_vain_s"), [("killed", 600.0), ("interrupted", 600.0), ("killed", 30.0)])
 def test_a_fetch_that_hung_is_no_matter_of_workers(run: Run, state: Any, in_vain_s: float) -> None:
-    """ "1516 workers would hide it" was said of a fetch that never came back."""
+    """ "1516 workers would hide it" was said of a fetch that never returned."""
     end_s = run.spans[0][-1].t1_s
     hung = Span(end_s, end_s + in_vain_s, 1000, 0, 0, None, Buckets(data_wait_s=in_vain_s))
     (drawn,) = run.ranks[0].loaders
@@ -346,17 +346,17 @@ def test_a_fetch_that_hung_is_no_matter_of_workers(run: Run, state: Any, in_vain
         spans=((*run.spans[0], hung),),
     )
     (finding,) = (found(judged) for rule in INPUT_RULES if isinstance(judged := rule(gather(run)), Finding))
-    assert ("More workers would wait, too." in finding.fix) == (in_vain_s == 600.0)
+    assert ("More workers would wait as well." in finding.fix) == (in_vain_s == 600.0)
     assert ("num_workers=" in finding.fix) <= (in_vain_s != 600.0)
-    assert ("10 min of it is one wait, from which the job never came back" in finding.evidence) == (in_vain_s == 600.0)
+    assert ("10 min of it is one wait that never ended" in finding.evidence) == (in_vain_s == 600.0)
 
 
 def test_batches_that_are_made_elsewhere_name_the_line_that_waits() -> None:
-    """A queue's get() was code of the script's own, to be left to a second thread."""
+    """A queue's get() was the script's own code, to be left to a second thread."""
     lines = (HotLine("train.py:9", "main", 60.0, "ready.get()", waits=True),)
     finding = found(input_serial(gather(run_of(rank(loaders=(), host_lines=lines), data_wait=60.0, compute=40.0))))
     assert finding.where == "train.py:9"
-    assert finding.fix.startswith("ready.get() at train.py:9 waits for batches that the script makes elsewhere")
+    assert finding.fix.startswith("ready.get() at train.py:9 waits for batches: ")
     assert finding.predicted_speedup == (1.43, 2.5)
 
 
@@ -386,17 +386,20 @@ def test_a_generator_behind_the_loader_is_blamed_and_not_the_loader(num_workers:
         drawn_from=HotLine("gen.py:20", "batches", 35.0, "batches(loader)"),
     )
     evidence = gather(run_of(made, data_wait=40.0, compute=60.0))
-    assert gather(run_of(replace(made, drawn_from=None), data_wait=40.0, compute=60.0)).limit is not Limit.BEHIND
+    assert (
+        gather(run_of(replace(made, drawn_from=None), data_wait=40.0, compute=60.0)).bottleneck
+        is not Bottleneck.AFTER_LOADER
+    )
     finding = found(input_serial(evidence))
     assert finding.where == "gen.py:11"
-    assert "88 % of it is the script's own generator, behind the loader at gen.py:8" in finding.evidence[1]
+    assert "88 % of it is the script's own generator, after the loader at gen.py:8" in finding.evidence[1]
     assert "collate_fn" in finding.fix
     assert [rule(evidence) for rule in INPUT_RULES[1:]] == [None] * 3
 
 
 def test_a_loader_that_another_thread_draws_from_is_not_cleared() -> None:
     made = rank(loaders=(loader(wait_s=0.0),), host_lines=(HotLine("train.py:9", "take", 35.0, "queue.get()"),))
-    assert gather(run_of(made, data_wait=40.0, compute=60.0)).limit is Limit.SERIAL
+    assert gather(run_of(made, data_wait=40.0, compute=60.0)).bottleneck is Bottleneck.SERIAL
 
 
 def test_a_loader_that_another_thread_draws_from_is_promised_no_more_than_its_workers_can_do() -> None:
@@ -490,7 +493,7 @@ def test_busy_workers_that_fill_the_cpus_need_a_cheaper_line() -> None:
 
 def test_workers_that_queue_for_a_cpu_are_busy_not_waiting() -> None:
     queueing = workers(fetch_cpu_s=50.0, process_cpu_s=52.0, cpu_wait_s=60.0)
-    assert gather(fed(queueing, cpus=3.0)).limit is Limit.CPU
+    assert gather(fed(queueing, cpus=3.0)).bottleneck is Bottleneck.CPU
 
 
 def test_waiting_workers_are_raised_beyond_the_cpus_and_the_data_staged() -> None:
@@ -504,7 +507,7 @@ def test_waiting_workers_are_raised_beyond_the_cpus_and_the_data_staged() -> Non
     far = StorageReading("/data", "fuse.gcsfuse", kind="network")
     finding = found(input_io_bound(gather(fed(workers(**IO_WORKERS, read_bytes=4096, data=far)))))
     assert "the workers read only 4 KiB from storage: they wait for the network file system" in finding.evidence
-    assert "the files in /data lie on a network file system (fuse.gcsfuse)" in finding.evidence
+    assert "the files in /data are on a network file system (fuse.gcsfuse)" in finding.evidence
     assert finding.fix.endswith("Or copy /data to a disk of this machine before the job.")
 
 
@@ -516,7 +519,7 @@ def test_little_cpu_time_on_a_crowded_machine_without_queue_times_proves_nothing
 
 
 def test_much_cpu_time_proves_a_busy_worker_even_without_queue_times() -> None:
-    assert gather(fed(workers(cpu_wait_s=None), cpus=1.0)).limit is Limit.CPU
+    assert gather(fed(workers(cpu_wait_s=None), cpus=1.0)).bottleneck is Bottleneck.CPU
 
 
 # --------------------------------------------------------------------------- input_handover
@@ -532,7 +535,7 @@ def test_numpy_batches_should_become_tensors() -> None:
     )
     finding = found(input_handover(gather(slow)))
     assert "2 workers could give 1,049 samples/s; idle 56 % of their time" in finding.evidence
-    assert "a batch has 18.1 MiB as numpy" in finding.evidence
+    assert "a batch has 18.1 MiB (numpy)" in finding.evidence
     assert finding.fix.startswith("Let stack_arrays at train.py:31 return tensors")
     assert finding.predicted_speedup == (1.45, 2.63)
 
@@ -555,9 +558,9 @@ def test_idle_workers_without_a_cost_mean_uneven_batches() -> None:
     uneven = workers(fetch_s=60.0, fetch_cpu_s=55.0, process_cpu_s=56.0, idle_s=100.0)
     finding = found(input_handover(gather(fed(uneven))))
     assert finding.fix == (
-        "Single batches take long, and the workers rest until they come, in order. "
+        "Some batches take long, and since batches come in order, the workers then wait for them. "
         "Raise prefetch_factor 2 → 4 at train.py:31: DataLoader(..., prefetch_factor=4, pin_memory=True). "
-        "Or take batches as they are made, in another order in each run: in_order=False."
+        "Or take batches as soon as they are ready, in an order that differs each time: in_order=False."
     )
     # Workers that rest 62 % of the time can give 2.6 × as much at the very most; a static share of slow batches, none.
     assert finding.predicted_speedup == (1.0, 2.62)
@@ -579,9 +582,9 @@ def test_workers_that_rest_during_validation_are_not_idle() -> None:
     resting = workers(fetch_s=100.0, fetch_cpu_s=98.0, process_cpu_s=99.0, idle_s=101.0)
     feeding = loader(num_workers=2, wait_s=30.0, wait_cpu_s=1.0)
     run = run_of(gpu_rank(workers=(resting,), loaders=(feeding,)), data_wait=30.0, validation=50.0, compute=20.0)
-    assert gather(run).limit is Limit.CPU
+    assert gather(run).bottleneck is Bottleneck.CPU
     unpaused = run_of(gpu_rank(workers=(resting,), loaders=(feeding,)), data_wait=30.0, compute=70.0)
-    assert gather(unpaused).limit is Limit.HANDOVER
+    assert gather(unpaused).bottleneck is Bottleneck.HANDOVER
 
 
 def test_workers_that_end_with_their_pass_were_idle_in_no_validation_behind_it() -> None:
@@ -613,7 +616,7 @@ def test_workers_that_rest_while_the_script_draws_its_curves_are_not_idle() -> N
     plots = Span(70.0, 110.0, 1000, 1, 1, BATCH, Buckets(host_code_s=40.0))
     begun = Span(0.0, 10.0, 0, 0, 0, None, Buckets(startup_s=10.0))
     run = run_of(gpu_rank(workers=(resting,), loaders=(feeding,)), spans=((begun, *steps, plots),))
-    assert gather(run).limit is Limit.IO
+    assert gather(run).bottleneck is Bottleneck.IO
 
 
 def test_workers_that_stood_by_while_others_were_on_trial_do_not_make_idle_workers() -> None:
@@ -627,13 +630,13 @@ def test_workers_that_stood_by_while_others_were_on_trial_do_not_make_idle_worke
         moves=(kept,),
     )
 
-    def limit(*live: LiveRecord) -> Limit:
+    def bottleneck(*live: LiveRecord) -> Bottleneck:
         observed = gpu_rank(workers=(some_stood_by,), loaders=(feeding,), live=live)
-        return gather(run_of(observed, data_wait=62.0, compute=38.0)).limit
+        return gather(run_of(observed, data_wait=62.0, compute=38.0)).bottleneck
 
-    assert limit() is Limit.HANDOVER
-    assert limit(tuned) is Limit.IO
-    assert limit(replace(tuned, loader_id=feeding.loader_id + 1)) is Limit.HANDOVER
+    assert bottleneck() is Bottleneck.HANDOVER
+    assert bottleneck(tuned) is Bottleneck.IO
+    assert bottleneck(replace(tuned, loader_id=feeding.loader_id + 1)) is Bottleneck.HANDOVER
 
 
 # --------------------------------------------------------------------------- epoch_restart
@@ -642,7 +645,7 @@ def test_workers_that_stood_by_while_others_were_on_trial_do_not_make_idle_worke
 def test_a_library_that_cannot_keep_its_workers_is_not_told_to() -> None:
     passing = loader(num_workers=2, passes=10, restart_s=40.0, made_by="skorch")
     finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
-    assert finding.fix.startswith("skorch has no setting that keeps workers from pass to pass. Make fewer, longer")
+    assert finding.fix.startswith("skorch has no setting that keeps workers between passes. Make fewer, longer")
 
 
 def test_respawned_workers_should_persist() -> None:
@@ -672,9 +675,7 @@ def test_loaders_that_one_line_makes_of_a_changing_data_set_are_one() -> None:
     assert "8 passes, 8.57 s for each new one" in finding.evidence
     assert "its 2 workers are started anew for each pass (the DataLoader is made 8 times)" in finding.evidence
     assert finding.fix.endswith("True), made once before the loop over epochs (later epochs are shuffled differently).")
-    assert answer(run).verdict.sentence.startswith(
-        "A pause at each epoch's start: starting 8 passes over the data takes 60 %"
-    )
+    assert answer(run).verdict.sentence.startswith("Epoch restarts: restarting the loader for each epoch takes 60 %")
 
 
 def test_joined_loaders_keep_what_they_and_their_workers_did() -> None:
@@ -735,7 +736,7 @@ def test_a_quick_turnover_is_left_alone_and_an_unseen_loader_not_judged() -> Non
     once = loader(passes=1, num_workers=4)  # its workers end with it; the advice was to keep them alive
     assert epoch_restart(gather(run_of(rank(loaders=(once,)), epoch_turnover=20.0, compute=80.0))) is None
     judgement = epoch_restart(gather(run_of(rank(loaders=()), epoch_turnover=20.0, compute=80.0)))
-    assert judgement == Abstention("epoch_restart", "the DataLoader whose passes are being restarted")
+    assert judgement == Abstention("epoch_restart", "the DataLoader that is restarted")
 
 
 # --------------------------------------------------------------------------- shm_small
@@ -847,7 +848,7 @@ def test_a_first_pass_over_cold_files_is_told_apart_from_warm_ones() -> None:
     finding = found(slow_storage(gather(run)))
     assert finding.evidence[0].startswith("in the first pass the workers read 8.3 GiB from storage, in a later one at")
     assert "300 ms a step for data in the first pass, 10 ms later" in finding.evidence[1]
-    assert finding.fix.startswith("Only the first pass pays.")
+    assert finding.fix.startswith("Only the first pass is slow.")
 
 
 # --------------------------------------------------------------------------- pickling

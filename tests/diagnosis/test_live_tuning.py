@@ -99,7 +99,7 @@ def test_a_run_that_ends_in_a_trial_tells_what_was_proven_and_what_was_not() -> 
     assert "DataLoader(..., num_workers=4, persistent_workers=True)" in finding.fix
     assert "On trial at the end: 6 workers, prefetch 2" in finding.fix
     assert (
-        "as the script has it (no workers): 20 batches/s, waiting for data in 85 % of the measured time"
+        "as the script has it (no workers): 20 batches/s, waiting for data 85 % of the measured time"
         in finding.evidence
     )
     assert not any("6 workers" in fact for fact in finding.evidence)
@@ -116,15 +116,15 @@ def test_a_run_that_ends_in_a_trial_tells_what_was_proven_and_what_was_not() -> 
 def test_a_trial_of_which_nothing_could_be_told_is_said_to_be_one() -> None:
     why = "the job itself became 20 % slower meanwhile"
     untold = LiveMove(SIX, 12.0, "returned", batches_per_s=61.0, wait_share=0.27, why=why)
-    words = "what 6 workers, prefetch 2 would gain could not be told: the job's own pace changed by more"
+    words = "the gain of 6 workers, prefetch 2 could not be measured: the job's own speed varied by more"
     done = replace(CUT_OFF, state="settled", why="no other setting promises more", moves=(KEPT, untold))
     assert live_words(done).endswith(f"of the measured time; {words}")
-    assert f"W{words[1:]}." in judged(done).findings[0].fix
+    assert f"T{words[1:]}." in judged(done).findings[0].fix
     assert any(fact.endswith(f"not kept ({why})") for fact in judged(done).findings[0].evidence)
     nothing = replace(done, settings=BEFORE, moves=(untold,))
     assert live_words(nothing) == f"live tuning changed nothing: no other setting promises more; {words}"
     later = replace(untold, began_s=30.0, why=None)
-    assert "could not be told" not in live_words(replace(done, moves=(KEPT, untold, later)))
+    assert "could not be measured" not in live_words(replace(done, moves=(KEPT, untold, later)))
 
 
 def test_a_trial_that_was_not_compared_yet_is_one_on_trial() -> None:
@@ -144,7 +144,7 @@ def test_what_is_predicted_is_a_run_that_begins_with_what_was_found() -> None:
 
 def test_where_no_setting_is_enough_a_cheaper_fetch_wins_the_rest() -> None:
     finding = judged(CUT_OFF).findings[0]
-    assert "in 28 % of the measured time with 4 workers, prefetch 2: make decode (dataset.py:48) cheaper" in finding.fix
+    assert "28 % of the measured time with 4 workers, prefetch 2: make decode (dataset.py:48) cheaper" in finding.fix
     low, high = finding.predicted_speedup or (0.0, 0.0)
     assert high == 1.89  # all of the waiting
     assert 1.2 < low < high
@@ -159,7 +159,7 @@ def test_settings_that_were_tried_and_did_not_pay_are_not_advised() -> None:
         for finding in judged(settled).findings
         if finding.code.startswith("input")
     )
-    assert fix.startswith("Leave the loader at train.py:31 at 4 workers, prefetch 2. Live tuning tried")
+    assert fix.startswith("Leave the loader at train.py:31 at 4 workers, prefetch 2: live tuning tried")
     assert "make decode (dataset.py:48) cheaper" in fix
     assert gain == (1.31, 1.89)  # of that, not of leaving the loader as it is
 
@@ -184,7 +184,7 @@ def test_a_first_trial_that_never_ended_mixes_the_figures_of_the_workers() -> No
 def test_what_made_live_tuning_leave_a_loader_alone_comes_before_the_advice() -> None:
     alone = LiveRecord(1, "left_alone", "the script changes its data set during a pass", before=FOUR, settings=FOUR)
     fix = judged(alone).findings[0].fix
-    assert fix.startswith("Live tuning left this loader alone: the script changes its data set during a pass. Once")
+    assert fix.startswith("Live tuning left this loader alone: the script changes its data set during a pass. After")
     assert "num_workers=" in fix
 
 

@@ -29,7 +29,7 @@ def test_workers_that_wait_are_not_said_to_fill_the_cpus() -> None:
     warning = low_gpu_warning(11.0, STARVED, [loader(num_workers=8)], 8.0, [waiting])
     assert warning is not None
     assert "fills" not in warning
-    assert "- the workers wait in f() at data.py:9, and do not compute" in warning
+    assert "- the workers wait in f() at data.py:9 instead of computing" in warning
 
 
 def test_a_source_with_a_rate_of_its_own_wants_no_worker() -> None:
@@ -45,8 +45,7 @@ def test_a_gpu_that_is_short_of_work_wants_a_larger_batch() -> None:
     warning = low_gpu_warning(20.0, launching, [loader(num_workers=2)], usable_cpus=8.0)
     assert warning is not None
     assert warning.splitlines()[1:] == [
-        "- most likely: code of the script's own takes 80 % of the training time, or the kernels are launched too "
-        "slowly",
+        "- most likely: the script's own code takes 80 % of the training time, or the kernels are launched too slowly",
         "- increase batch_size (current: 32)",
         "- num_workers (current: 2) keeps up",
     ]

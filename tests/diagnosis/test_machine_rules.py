@@ -97,7 +97,7 @@ def test_workers_that_will_fill_the_memory_come_first() -> None:
     finding = found(worker_memory_growth(gather(run)))
     assert (finding.severity, finding.where, finding.predicted_speedup) == ("severe", "train.py:31", None)
     assert finding.evidence == (
-        "a worker's own memory grows by 9.5 MiB/s, 61 KiB a sample: 4 workers will fill the 41 GiB that are left "
+        "a worker's own memory grows by 9.5 MiB/s, 61 KiB a sample: 4 workers will fill the remaining 41 GiB "
         "within 18 min 20 s",
         "the data set Photos keeps Python objects: self.paths, a list of 1,200,000",
     )
@@ -112,7 +112,7 @@ def test_a_cache_that_fits_or_a_growth_that_takes_days_is_left_alone() -> None:
     copied = MemoryGrowthRecord(80_000_000, 8.0, 40, copied_bytes=79_000_000, shared_bytes=2_000_000_000)
     assert worker_memory_growth(gather(growing(growth=copied))) is None
     large = found(worker_memory_growth(gather(growing(growth=replace(copied, shared_bytes=30_000_000_000)))))
-    assert "its pages are copies of the training process's; 27.9 GiB are still shared" in large.evidence
+    assert "they are copies of the training process's pages; 27.9 GiB are still shared" in large.evidence
     slow = MemoryGrowthRecord(bytes=20_000_000, over_s=200.0, batches=4000)
     assert worker_memory_growth(gather(growing(growth=slow))) is None
     assert worker_memory_growth(gather(growing(growth=MemoryGrowthRecord(80_000_000, 1.0, 5)))) is None
@@ -135,11 +135,11 @@ def bound(cpu: CpuCapacity | None = None, on_cpus: int = 1, **changes: Any) -> R
 def test_workers_bound_by_the_process_are_told_to_be_set_free() -> None:
     finding = found(cpu_affinity(gather(bound())))
     assert finding.evidence[0] == "4 workers may run on 1 CPU of the 8 that the job may use"
-    assert "the process could use 8 CPUs when it began" in finding.evidence[-1]
+    assert "the process could use 8 CPUs at first" in finding.evidence[-1]
     assert "os.sched_setaffinity" in finding.fix
     assert answer(bound()).verdict.code == "cpu_affinity"
     in_workers = found(cpu_affinity(gather(bound(cpus=8))))
-    assert "a worker could use 8 CPUs when it began" in in_workers.evidence[-1]
+    assert "a worker could use 8 CPUs at first" in in_workers.evidence[-1]
 
 
 def test_a_binding_of_slurm_has_slurms_words() -> None:
@@ -186,7 +186,7 @@ def test_a_thread_that_takes_the_gil_is_named_and_compute_is_not_called_healthy(
     assert finding.predicted_speedup == (1.0, 1.33)
     told = answer(run).findings
     assert [one.code for one in told] == ["gil_contended", "host_code", "compute_bound"]
-    assert told[-1].fix.startswith("Once the rest is mended")
+    assert told[-1].fix.startswith("Once the other findings are fixed")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_threads_that_cost_the_training_nothing_are_no_cause(facts: dict[str, An
 def test_a_thread_beside_slow_launching_is_named_there() -> None:
     run = run_of(gpu_rank(launch_s=40.0, threads=(PRODUCER,)), samples=sampled(gpu()), host_code=40.0, compute=60.0)
     finding = next(one for one in answer(run).findings if one.code == "launch_bound")
-    assert finding.fix.startswith("Give the work of thread produce (mostly train.py:7) to a process")
+    assert finding.fix.startswith("Move the work of thread produce (mostly train.py:7) to a process")
     assert any("only one thread has the GIL" in fact for fact in finding.evidence)
 
 
@@ -366,7 +366,7 @@ def test_a_hot_gpu_is_throttled() -> None:
 def test_a_power_cap_counts_only_when_the_clock_falls() -> None:
     assert throttled(gather(on_gpu(throttle_reasons=("power_cap",)))) is None
     slow = found(throttled(gather(on_gpu(throttle_reasons=("power_cap",), sm_clock_mhz=1200.0))))
-    assert slow.fix.startswith("Give the GPU its power")
+    assert slow.fix.startswith("Give the GPU more power")
 
 
 def test_a_board_that_draws_all_it_was_made_for_runs_at_full_speed() -> None:
@@ -410,7 +410,7 @@ def test_a_process_that_only_holds_memory_costs_no_time(
     run = run_of(gpu_rank(), samples=(*starting, *together), compute=100.0)
     finding = found(gpu_shared(gather(run)))
     assert (finding.severity, finding.predicted_speedup) == (severity, gain)
-    assert finding.evidence[1] == f"before the job came to it, that GPU was busy {use_pct:.0f} % of the time"
+    assert finding.evidence[1] == f"before the job used it, that GPU was busy {use_pct:.0f} % of the time"
     assert (answer(run).verdict.code == "gpu_shared") is (gain is not None)
 
 

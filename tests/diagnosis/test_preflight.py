@@ -121,7 +121,7 @@ def test_a_good_machine_passes_every_line() -> None:
         ("CUDA", {"cuda": "11.8"}, "ok", "torch is built for CUDA 11.8, the driver runs up to 12.8"),
         ("CUDA", {"driver_cuda": None, "gpus": ()}, "skip", "torch is built for CUDA 12.8; there is no driver"),
         ("VRAM", {"gpus": gpu(vram_used_bytes=12 * GIB)}, "warn", "GPU 0: 3 of 15 GiB free"),
-        ("VRAM", {"gpus": gpu(vram_used_bytes=None)}, "skip", "not told"),
+        ("VRAM", {"gpus": gpu(vram_used_bytes=None)}, "skip", "this GPU"),
         ("VRAM", {"gpus": (*gpu(), *gpu(vram_used_bytes=0, index=1))}, "ok", "GPU 0: 14.7 of 15 GiB free"),
         (
             "sharing",
@@ -132,7 +132,7 @@ def test_a_good_machine_passes_every_line() -> None:
         ("sharing", {"gpus": gpu(processes=(GpuProcess(77, None, None, False),))}, "warn", "GPU 0: a process (pid 77)"),
         ("sharing", {"gpus": gpu(processes=(GpuProcess(7, "Xorg", 9 * MIB, False),))}, "ok", "no other process"),
         ("sharing", {"gpus": gpu(processes=(GpuProcess(77, "python", GIB, True),))}, "ok", "no other process"),
-        ("sharing", {"gpus": gpu(processes=None)}, "skip", "the driver does not tell"),
+        ("sharing", {"gpus": gpu(processes=None)}, "skip", "the driver does not report"),
         (
             "sharing",
             {"gpus": gpu(processes=tuple(GpuProcess(n, "p", GIB, False) for n in range(5)))},
@@ -148,11 +148,11 @@ def test_a_good_machine_passes_every_line() -> None:
         ("throttling", {"gpus": gpu(throttle_reasons=("power_cap",), sm_clock_mhz=1500.0)}, "ok", "none"),
         ("throttling", {"gpus": gpu(throttle_reasons=("power_cap",), sm_clock_mhz=900.0)}, "warn", "GPU 0: power cap"),
         ("throttling", {"gpus": gpu(throttle_reasons=("board_limit",), sm_clock_mhz=1500.0)}, "ok", "none"),
-        ("throttling", {"gpus": gpu(throttle_reasons=None)}, "skip", "the driver does not tell"),
+        ("throttling", {"gpus": gpu(throttle_reasons=None)}, "skip", "the driver does not report"),
         ("temperature", {"gpus": gpu(temperature_c=89.0)}, "warn", "GPU 0: 89 °C, slows down at 93 °C"),
         ("temperature", {"gpus": gpu(temperature_c=93.0)}, "fail", "GPU 0: 93 °C, slows down at 93 °C"),
         ("temperature", {"gpus": gpu(temperature_c=88.0)}, "ok", "GPU 0: 88 °C, slows down at 93 °C"),
-        ("temperature", {"gpus": gpu(temperature_limit_c=None)}, "skip", "the driver does not tell"),
+        ("temperature", {"gpus": gpu(temperature_limit_c=None)}, "skip", "the driver does not report"),
         ("CPUs", {"cpu": cpu(16, 16, 0.5)}, "warn", "0.5 of 16 usable (the cgroup's quota is 0.5)"),
         ("CPUs", {"cpu": cpu(16, 4, None)}, "warn", "4 of 16 usable (affinity: 4)"),
         ("CPUs", {"cpu": cpu(16, 16, 32.0)}, "ok", "16 of 16 usable"),
@@ -196,7 +196,7 @@ def test_a_good_machine_passes_every_line() -> None:
             "fail",
             "1 GiB allowed, 3.1 GiB needed: 8 workers × 4 × 100 MiB",
         ),
-        ("data", {"storage": None}, "skip", "not looked at"),
+        ("data", {"storage": None}, "skip", "not checked"),
         ("data", {"storage": SLOW}, "warn", "on a hard disk, 85.8 MiB/s and 80 files/s uncached"),
         ("data", {"storage": FAST}, "ok", "on NVMe, 1.7 GiB/s and 4,000 files/s uncached"),
         ("data", {"storage": StorageReading("/mnt", kind="network", files=9)}, "warn", "on a network file system"),
@@ -208,23 +208,28 @@ def test_a_good_machine_passes_every_line() -> None:
         ),
         ("data", {"storage": StorageReading("/mnt", files=0)}, "warn", "there is no file in /mnt"),
         ("data", {"storage": StorageReading("/dev/shm/x", kind="tmpfs", files=9)}, "ok", "in RAM"),
-        ("RAM disk", {"storage": SLOW}, "warn", "would help, and the set (2 GiB) fits"),
+        ("RAM disk", {"storage": SLOW}, "warn", "would help, and the data (2 GiB) fits"),
         ("RAM disk", {"storage": dataclasses.replace(SLOW, kind="tmpfs")}, "ok", "the data is on one"),
-        ("RAM disk", {"storage": dataclasses.replace(SLOW, fits_in_ram=False)}, "warn", "the set (2 GiB) does not fit"),
-        ("RAM disk", {"storage": dataclasses.replace(FAST, fits_in_ram=False)}, "ok", "the set (2 GiB) does not fit"),
+        (
+            "RAM disk",
+            {"storage": dataclasses.replace(SLOW, fits_in_ram=False)},
+            "warn",
+            "the data (2 GiB) does not",
+        ),
+        ("RAM disk", {"storage": dataclasses.replace(FAST, fits_in_ram=False)}, "ok", "the data (2 GiB) does not"),
         (
             "RAM disk",
             {"storage": dataclasses.replace(FAST, counted_fully=False)},
             "ok",
-            "not needed: the set (at least",
+            "not needed: the data (at least",
         ),
-        ("RAM disk", {"storage": StorageReading("/mnt", files=9)}, "skip", "the size of the set is not known"),
+        ("RAM disk", {"storage": StorageReading("/mnt", files=9)}, "skip", "the size of the data is not known"),
     ],
 )
 def test_each_trouble_is_told_with_its_figure(name: str, changes: dict[str, Any], state: str, figure: str) -> None:
     found = line(name, **changes)
     assert (found.state, found.figure[: len(figure)]) == (state, figure)
-    assert (found.remedy is not None) == (found.state in ("warn", "fail") or found.figure == "not looked at")
+    assert (found.remedy is not None) == (found.state in ("warn", "fail") or found.figure == "not checked")
 
 
 @pytest.mark.parametrize(
@@ -232,8 +237,8 @@ def test_each_trouble_is_told_with_its_figure(name: str, changes: dict[str, Any]
     [
         ("/dev/shm", {"shm_free_bytes": 64 * MIB, "plan": LoaderPlan(8, 4, 100 * MIB)}, "--shm-size=4g"),
         ("/dev/shm", {"mem_limit_bytes": GIB, "plan": LoaderPlan(8, 4, 100 * MIB)}, "docker run --memory=4g"),
-        ("CPUs", {"cpu": cpu(16, 16, 0.5)}, "Size workers and threads by 1,"),
-        ("CPUs", {"cpu": cpu(16, 16, 3.9), "plan": LoaderPlan(workers=12)}, "Start from 3 workers:"),
+        ("CPUs", {"cpu": cpu(16, 16, 0.5)}, "Plan for 1 CPU,"),
+        ("CPUs", {"cpu": cpu(16, 16, 3.9), "plan": LoaderPlan(workers=12)}, "Start with 3 workers:"),
         ("CUDA", {"cuda": "13.0"}, "a torch built for CUDA 12."),
         ("RAM disk", {"storage": dataclasses.replace(SLOW, path="/my data")}, "cp -r '/my data' /dev/shm/"),
         ("RAM disk", {"storage": SLOW, "shm_free_bytes": GIB}, "Mount a tmpfs"),

@@ -26,9 +26,9 @@ def test_the_late_rank_is_named_with_what_it_does_more() -> None:
     finding = found(straggler(gather(run)))
     assert finding.share == pytest.approx(35 / 100)
     assert finding.evidence[:3] == (
-        "the others wait for rank 1 35 % of the time after start-up",
+        "for 35 % of the time after start-up the other ranks wait for rank 1",
         "it works 95 ms a step, the others 60 ms",
-        "code of the script's own takes 35 ms a step more on rank 1",
+        "the script's own code takes 35 ms a step more on rank 1",
     )
     assert finding.where == "train.py:90"
     assert finding.predicted_speedup == (1.21, 1.54)
@@ -42,7 +42,7 @@ def test_exposed_exchange_is_communication() -> None:
     run = pair({"compute": 60.0, "communication": 40.0}, {"compute": 62.0, "communication": 38.0}, communication=record)
     finding = found(communication_bound(gather(run)))
     assert finding.share == pytest.approx(38 / 100)
-    assert "of 60 ms of exchange a step 20 ms are hidden" in finding.evidence
+    assert "of 60 ms of exchange a step, 20 ms are overlapped" in finding.evidence
     assert "2 ranks on 1 machine" in finding.evidence
     assert "(k = 4: 38 % → 13 %)" in finding.fix
     assert finding.predicted_speedup == (1.17, 1.4)
@@ -61,7 +61,7 @@ def test_even_ranks_are_left_alone() -> None:
 def test_missing_ranks_or_an_unmeasured_exchange_are_not_judged(rule: object) -> None:
     assert callable(rule)
     missing = run_of(gpu_rank(world_size=4))
-    assert rule(gather(missing)) == Abstention(rule.__name__, "the records of all 4 ranks (1 are there)")
+    assert rule(gather(missing)) == Abstention(rule.__name__, "the records of all 4 ranks (there are 1)")
     unmeasured = pair({"compute": 100.0}, {"compute": 100.0})
     assert rule(gather(unmeasured)) == Abstention(rule.__name__, "the time that the ranks spent exchanging gradients")
 
@@ -70,7 +70,7 @@ def test_a_search_for_unused_parameters_that_never_found_any_is_a_remark() -> No
     run = pair(EVEN, EVEN, unused_search=UnusedSearchRecord("train.py:40", asked=6, unused_bytes=0))
     finding = found(find_unused_parameters(gather(run)))
     assert (finding.where, finding.severity, finding.predicted_speedup) == ("train.py:40", "info", None)
-    assert "in 12 steps that were looked at there were none" in finding.evidence[0]
+    assert "found none in 12 steps that were checked" in finding.evidence[0]
     assert answer(run).verdict.code == "compute_bound"
 
 

@@ -120,22 +120,22 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
         (
             run_of(gpu_rank(workers=(workers(),), loaders=starved_by_workers()), data_wait=62.0, compute=38.0),
             "input_cpu_bound",
-            "Data loading, CPU-bound: the GPU waits for data in 62 % of the time after start-up; at most 2.6 × as "
+            "Data loading, CPU-bound: the GPU waits for data 62 % of the time after start-up; at most 2.6 × as "
             "fast without it: "
             "training gets 320 samples/s, the GPU could take 842.",
         ),
         (
             run_of(rank(loaders=(loader(wait_s=62.0, wait_cpu_s=60.0),)), data_wait=62.0, compute=38.0),
             "input_serial",
-            "Data loading, no workers: training waits for data in 62 % of the time after start-up; at most 2.6 × as "
+            "Data loading, no workers: training waits for data 62 % of the time after start-up; at most 2.6 × as "
             "fast without it: "
             "training gets 320 samples/s, compute could take 842.",
         ),
         (  # the rate of the whole run, which stands beside it in every report, is 278
             run_of(rank(loaders=(loader(wait_s=62.0),)), data_wait=62.0, compute=38.0, validation=15.0),
             "input_serial",
-            "Data loading, no workers: training waits for data in 54 % of the time after start-up (the fetch "
-            "itself waits, it does not compute); at most 2.2 × as fast without it: "
+            "Data loading, no workers: training waits for data 54 % of the time after start-up (fetching "
+            "mostly waits instead of computing); at most 2.2 × as fast without it: "
             "between validations and saves training gets 320 samples/s, compute could take 842.",
         ),
         (  # validation beside it: the loader gives what it gives, but there is less to gain
@@ -146,20 +146,20 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
                 validation=15.0,
             ),
             "input_cpu_bound",
-            "Data loading, CPU-bound: the GPU waits for data in 54 % of the time after start-up; at most 2.2 × as "
+            "Data loading, CPU-bound: the GPU waits for data 54 % of the time after start-up; at most 2.2 × as "
             "fast without it: "
             "between validations and saves training gets 320 samples/s, the GPU could take 842.",
         ),
         (
             run_of(rank(loaders=()), spans=(spans_of(samples=False, data_wait=50.0, compute=50.0),)),
             "input_serial",
-            "Data loading, no DataLoader: training waits for data in 50 % of the time after start-up; at most 2.0 × as "
+            "Data loading, no DataLoader: training waits for data 50 % of the time after start-up; at most 2.0 × as "
             "fast without it.",
         ),
         (
             run_of(rank(loaders=(loader(passes=41),)), epoch_turnover=40.0, compute=60.0),
             "epoch_restart",
-            "A pause at each epoch's start: starting 41 passes over the data takes 40 % of the time after "
+            "Epoch restarts: restarting the loader for each epoch takes 40 % of the time after "
             "start-up; at most 1.7 × as fast without it.",
         ),
         (
@@ -213,7 +213,7 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
             "compute_bound",
             "Compute-bound: 96 % of the time after start-up is compute; 320 samples/s, 96 % of the compute "
             "ceiling; it was killed by "
-            "SIGKILL after at least 1,000 steps; for the last 40 s before that it made none: waiting for data.",
+            "SIGKILL after at least 1,000 steps; no step in the last 40 s: waiting for data.",
         ),
         (
             run_of(
@@ -249,7 +249,7 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
         (
             run_of(rank(), compute=20.0, unattributed=80.0),
             "unexplained",
-            "No cause found: unattributed takes 80 % of the time after start-up.",
+            "No cause found: unattributed time takes 80 % of the time after start-up.",
         ),
     ],
 )
@@ -275,7 +275,7 @@ def idle(state: str = "done", exit_code: int = 0, **changes: Any) -> Any:
         (idle("killed", -9), "The script was killed by SIGKILL before its first training step."),
         (
             idle(steps=7, backwards=7),  # a run folder that was copied in part
-            "7 steps trained, but their time cannot be told: steps.jsonl is missing or empty.",
+            "7 steps trained, but it is not known when: steps.jsonl is missing or empty.",
         ),
         (idle(backwards=7), "No optimizer step was seen, but backward() ran 7 times."),
         (

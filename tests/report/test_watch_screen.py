@@ -140,7 +140,7 @@ def test_without_a_gpu_it_shows_the_host_and_says_so() -> None:
     shown = text(view((), why_no_gpu="no NVIDIA driver is installed"))
     assert "no GPU  no NVIDIA driver is installed" in shown
     assert "CPU     45 %" in shown
-    assert "no process is on a GPU" in shown
+    assert "no process uses a GPU" in shown
 
 
 def test_before_the_first_sample_it_shows_that_nothing_is_known() -> None:
@@ -153,7 +153,7 @@ def test_a_lost_gpu_keeps_its_past_and_shows_no_figures() -> None:
     lost = GpuReading("GPU-1", 0, "Tesla T4", lost=True)
     samples = (*view().samples, Sample(30.0, HOST, (lost,)))
     shown = text(WatchView("box", "14:03:21", 1.0, samples))
-    assert "lost: the driver no longer answers for it" in shown
+    assert "lost: the driver no longer sees it" in shown
     assert "busy       –" in shown
     assert "█" in shown
 

@@ -50,7 +50,7 @@ class Observation:
         return next(iter(self.answer["findings"]), {})
 
     def share(self, bucket: str) -> float:
-        """A bucket as a share of the training part. Launching kernels is no code of the script's own."""
+        """A bucket as a share of the training part. Launching kernels is not the script's own code."""
         seconds = float(self.answer["ledger"]["buckets"][f"{bucket}_s"])
         if bucket == "host_code" and self.specimen.measured:
             seconds -= sum(rank.launch_s or 0.0 for rank in self.run.ranks)

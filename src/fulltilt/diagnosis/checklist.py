@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.rules.live_tuning import live_settings
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import number, percent
 from fulltilt.records import CheckLine
 
@@ -18,10 +18,9 @@ _OF_THE_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_wo
 
 
 def settings_in_force(evidence: Evidence) -> tuple[Setting, ...]:
-    """What the job ran with, what was asked for (``asked.…``), what live tuning did (``live.…``). None: not seen."""
+    """What the job ran with, was asked for (``asked.…``) and what live tuning did (``live.…``). None: not seen."""
     rank = evidence.rank if evidence.run.ranks else None
     loader, precision = evidence.loader, evidence.rank.precision
-    # Batches for each optimizer step, as counted.
     batches = sum(span.batches for spans in evidence.run.spans for span in spans if span.steps > 0)
     steps = sum(span.steps for spans in evidence.run.spans for span in spans)
     in_force: list[Setting] = [
@@ -46,7 +45,7 @@ def settings_in_force(evidence: Evidence) -> tuple[Setting, ...]:
 
 # --------------------------------------------------------------------------- checklist
 
-# How the batch size is called on command lines: --batch_size 128, --batch-size=128, per_device_train_batch_size=128.
+# The batch size on command lines: --batch_size 128, --batch-size=128, per_device_train_batch_size=128.
 _BATCH_SIZE = re.compile(r"(?<!\S)(?:-{0,2}(?:per[-_]device[-_])?(?:train[-_])?batch[-_]?size|-b|--bs)[= ](\d+)(?!\S)")
 
 
@@ -56,7 +55,7 @@ def make_checklist(evidence: Evidence) -> tuple[CheckLine, ...]:
 
 
 def asked_batch_size(command: tuple[str, ...]) -> int | None:
-    """The batch size on a command line; of a repeated flag the last one counts. None when there is none."""
+    """The batch size on a command line (the last one counts); None when there is none."""
     asked = _BATCH_SIZE.findall(" ".join(command))
     return int(asked[-1]) if asked else None
 
@@ -85,12 +84,12 @@ def _batch_in_force(evidence: Evidence) -> int | None:
         return None
     if loader.batch_size is not None and loader.batch_size > 1:
         return loader.batch_size
-    # A batch sampler, or a data set that yields whole batches: count what came.
+    # A batch sampler, or a data set that yields whole batches: take the mean.
     return round(loader.samples / loader.batches) if loader.samples and loader.batches else loader.batch_size
 
 
 def _gpu_memory(evidence: Evidence) -> CheckLine:
-    threshold = LIMITS.check_memory_share
+    threshold = THRESHOLDS.check_memory_share
     name = f"GPU memory use > {percent(threshold)}"
     own = max((rank.vram_peak_bytes or 0 for rank in evidence.run.ranks), default=0)
     peak = own or max((gpu.vram_peak_bytes or 0 for gpu in evidence.gpus), default=0)
@@ -99,12 +98,12 @@ def _gpu_memory(evidence: Evidence) -> CheckLine:
         return CheckLine(name, "skip", "memory use was not measured" if evidence.on_gpu else "no GPU in use")
     share = peak / total
     figure = f"GPU Memory - Peak: {peak / 2**30:.2f} GB ({100 * share:.0f}% of {total / 2**30:.0f}GB)"
-    remedy = "There is room for a larger batch; it pays only if compute is the limit."
+    remedy = "There is room for a larger batch, which helps only if compute is the bottleneck."
     return _judged(name, share > threshold, figure, remedy)
 
 
 def _gpu_use(evidence: Evidence) -> CheckLine:
-    threshold = LIMITS.check_util_pct
+    threshold = THRESHOLDS.check_util_pct
     name = f"GPU use > {threshold:.0f} %"
     used = [gpu.util_pct for gpu in evidence.gpus if gpu.util_pct is not None]
     if not evidence.on_gpu or not used:
@@ -116,13 +115,13 @@ def _gpu_use(evidence: Evidence) -> CheckLine:
 
 
 def _speed(evidence: Evidence) -> CheckLine:
-    threshold = LIMITS.check_speed_share
+    threshold = THRESHOLDS.check_speed_share
     name = f"Speed > {percent(threshold)} of the compute ceiling"
     rate, share = evidence.throughput.samples_per_s, evidence.share_of_ceiling
     if rate is None or share is None:
         return CheckLine(name, "skip", "samples were not counted")
     allowed = number(evidence.ceilings.compute_samples_per_s)
-    figure = f"{_epoch_time(evidence, rate)}, {percent(share)} of the {allowed} that compute allows"
+    figure = f"{_epoch_time(evidence, rate)}, {percent(share)} of the {allowed} that compute alone would reach"
     return _judged(name, share > threshold, figure, "The findings say what takes the time.")
 
 
@@ -130,7 +129,7 @@ def _epoch_time(evidence: Evidence, rate: float) -> str:
     loader = evidence.loader
     batch = loader.samples / loader.batches if loader and loader.samples and loader.batches else None
     rates = f"{number(rate)} samples/sec" + (f", {number(rate / batch)} batches/sec" if batch else "")
-    # Without a batch size an item of the data set may be a whole batch; a sampler may draw some of them only.
+    # Without a batch size an item may be a whole batch; a sampler may draw only some of them.
     draws_all = (
         loader is not None and loader.batch_size is not None and not {"sampler", "batch_sampler"} & {*loader.given}
     )
@@ -139,10 +138,10 @@ def _epoch_time(evidence: Evidence, rate: float) -> str:
 
 
 def _loading(evidence: Evidence) -> CheckLine:
-    name = f"Data wait < {percent(LIMITS.warn_share)}"
+    name = f"Data wait < {percent(THRESHOLDS.warn_share)}"
     if evidence.throughput.steps == 0:
         return CheckLine(name, "skip", "no training step was seen")
     share = evidence.data_wait_share
     figure = f"Data wait: {percent(share)} of the time after start-up"
     remedy = "The first input finding says which part of the loader is slow."
-    return _judged(name, share < LIMITS.warn_share, figure, remedy)
+    return _judged(name, share < THRESHOLDS.warn_share, figure, remedy)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from fulltilt.diagnosis import ledger as ledgers
 from fulltilt.diagnosis.gpu_summary import HostSummary, dense_peak, summarise_gpus, summarise_host
 from fulltilt.diagnosis.loader_bottleneck import (
-    Limit,
+    Bottleneck,
     Supply,
-    find_limit,
+    find_bottleneck,
     loader_ceiling,
     measure_supply,
     one_loader_a_line,
 )
 from fulltilt.diagnosis.stragglers import RankSteps, align, compare_ranks
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import percent
 from fulltilt.records import (
     Buckets,
@@ -39,12 +39,12 @@ from fulltilt.records import (
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One run, ready to be judged.
+    """What the rules know of one run.
 
-    ``rank`` is the rank that sets the pace (the slowest in its own work), an empty record where no process was
-    recorded; ``loader``, ``workers`` and ``supply`` are its training loader, that loader's workers, and what its
-    batches cost; ``live`` is what live tuning did to it. ``delivered_samples_per_s`` (while training draws batches)
-    and ``usable_cpus`` are for one rank, and so is ``allowed_cpus``, what the job was given, whatever it is bound to.
+    ``rank`` is the slowest rank (by its own work), or an empty record where no process was recorded; ``loader``,
+    ``workers`` and ``supply`` are its training loader, that loader's workers, and what its batches cost; ``live`` is
+    what live tuning did to it. ``delivered_samples_per_s`` (while training draws batches), ``usable_cpus`` and
+    ``allowed_cpus`` (what the job was given, whatever it is bound to) are for one rank.
     """
 
     run: Run
@@ -60,14 +60,14 @@ class Evidence:
     workers: WorkerRecord | None
     live: LiveRecord | None
     supply: Supply | None
-    limit: Limit
+    bottleneck: Bottleneck
     delivered_samples_per_s: float | None
     usable_cpus: float
     allowed_cpus: float
 
     @property
     def machine(self) -> Machine:
-        """The machine of the rank that sets the pace."""
+        """The machine of the slowest rank."""
         return _machine_of(self.run, self.rank)
 
     @property
@@ -82,20 +82,20 @@ class Evidence:
 
     @property
     def active_s(self) -> float:
-        """Wall time after start-up: the part that grows with the length of the job. What nobody saw is left out."""
+        """Recorded wall time after start-up: the part that grows with the length of the job."""
         return max(self.ledger.wall_s - self.buckets.startup_s - ledgers.unseen_seconds(self.run), 0.0)
 
     @property
     def too_short(self) -> bool:
-        """Whether so little was seen that a share of it means nothing: one step is warming up for a good part."""
-        return self.throughput.steps < 2 or self.active_s <= LIMITS.longest_too_short_s
+        """Whether so little was recorded that shares mean nothing: a single step is largely warm-up."""
+        return self.throughput.steps < 2 or self.active_s <= THRESHOLDS.longest_too_short_s
 
     @property
     def invalid_because(self) -> str | None:
-        """Why the timings are not the job's own, in one sentence; None when nothing speaks against them."""
+        """Why the timings are not valid, in one sentence; None when they are."""
         for gpu in self.gpus:
             share = gpu.throttled_share
-            if share is not None and share >= LIMITS.throttled_share:
+            if share is not None and share >= THRESHOLDS.throttled_share:
                 reasons = ", ".join(gpu.throttle_reasons).replace("_", " ") or "reasons unknown"
                 return f"GPU {gpu.index} was slowed down in {percent(share)} of the readings ({reasons})"
             if others := gpu.foreign_processes:
@@ -105,7 +105,7 @@ class Evidence:
 
     @property
     def launch_s(self) -> float | None:
-        """GPU idle time because kernels could not be launched fast enough; the mean over ranks, within host code."""
+        """GPU idle time because kernels were launched too slowly, a part of host code; the mean over ranks."""
         known = [
             rank.launch_s + ledgers.launch_gap_s(rank) * sum(span.steps for span in spans)
             for rank, spans in zip(self.run.ranks, self.run.spans, strict=True)
@@ -116,43 +116,41 @@ class Evidence:
     @property
     def workers_share(self) -> float:
         """How much of the job's CPUs the workers of its training loader keep busy."""
-        worked_s = self.workers.process_cpu_s if self.workers is not None else 0.0
+        has_workers = self.loader is not None and self.loader.num_workers > 0
+        worked_s = self.workers.process_cpu_s if has_workers and self.workers is not None else 0.0
         return min(worked_s / max(self.usable_cpus * self.active_s, 1e-9), 1.0)
 
     @property
     def crowded_by_workers(self) -> bool:
-        """Whether the job computes on CPUs of which its workers take a good part."""
-        staffed = self.loader is not None and self.loader.num_workers > 0  # otherwise the two take turns
-        return staffed and not self.on_gpu and self.workers_share >= LIMITS.loading_cpu_share
+        """Whether the job computes on CPUs and its workers take a good part of them."""
+        return not self.on_gpu and self.workers_share >= THRESHOLDS.loading_cpu_share
 
     @property
     def bound(self) -> str:
-        """What the gain without loading is by the time that training waits: ``at most``, ``about`` or ``at least``.
+        """How the gain computed from the data wait is meant: ``at most``, ``about`` or ``at least``.
 
-        Loading that takes CPUs or the interpreter lock from compute leaves it those as well. Of workers that take a
-        good part of the CPUs, only the wait is counted.
+        Loading may also take CPUs or the GIL from compute; without it compute gets faster, which is not counted.
         """
         if self.crowded_by_workers:
             return "at least"
-        staffed = self.loader is not None and self.loader.num_workers > 0
-        beside = staffed and not self.on_gpu and self.workers_share >= LIMITS.beside_compute_share
-        without_cpu = self.share(self.contended_s) >= LIMITS.launch_contended_share
+        beside = not self.on_gpu and self.workers_share >= THRESHOLDS.beside_compute_share
+        without_cpu = self.share(self.contended_s) >= THRESHOLDS.launch_contended_share
         return "about" if beside or without_cpu or self.busy_threads else "at most"
 
     @property
     def contended_s(self) -> float:
-        """Host time, while the GPU idled, in which the training thread had no CPU: at most what it waited for one."""
+        """At most so long did the GPU idle because the training thread had no CPU."""
         return min(self.rank.cpu_wait_s or 0.0, self.buckets.host_code_s) if self.on_gpu else 0.0
 
     @property
     def busy_threads(self) -> tuple[ThreadRecord, ...]:
-        """The job's other Python threads that run for a good part of the time, the busiest first."""
+        """The job's other Python threads that run for much of the time, the busiest first."""
         ran = sorted(self.rank.threads, key=lambda thread: -thread.cpu_s)
-        return tuple(thread for thread in ran if self.share(thread.cpu_s) >= LIMITS.busy_thread_share)
+        return tuple(thread for thread in ran if self.share(thread.cpu_s) >= THRESHOLDS.busy_thread_share)
 
     @property
     def stalled_by_threads_s(self) -> float:
-        """Compute on CPUs in which the training thread did not run: at most what other Python threads took."""
+        """At most so long did other Python threads keep a job that computes on CPUs from running."""
         taken_s = sum(thread.cpu_s for thread in self.busy_threads)
         if self.on_gpu or self.rank.off_cpu_s is None:
             return 0.0
@@ -161,26 +159,26 @@ class Evidence:
 
     @property
     def host_lines(self) -> tuple[HotLine, ...]:
-        """The lines of the pace-setting rank that cost host time, the costliest first; none that make batches."""
+        """The lines of the slowest rank that cost host time, the costliest first, without those that make batches."""
         drawing = {(line.where, line.function) for line in self.rank.drawing_lines}
         own = (line for line in self.rank.host_lines if (line.where, line.function) not in drawing)
         return tuple(sorted(own, key=lambda line: -line.seconds))
 
     @property
     def drawing_lines(self) -> tuple[HotLine, ...]:
-        """Where no loader brings the batches: the lines that make them or wait for them, the costliest first."""
+        """In a script without a loader: the lines that make batches or wait for them, the costliest first."""
         return self.rank.drawing_lines or self.host_lines
 
     @property
     def slowdown(self) -> ledgers.Slowdown | None:
-        """How the pace-setting rank slowed down; None where it did not."""
+        """How the slowest rank slowed down over time; None where it did not."""
         pairs = zip(self.run.ranks, self.run.spans, strict=True)
         spans = next((own for rank, own in pairs if rank is self.rank), ())
         return ledgers.find_slowdown(spans, self.is_tuned)
 
     @property
     def is_tuned(self) -> bool:
-        """Whether live tuning tried settings in this run, so that its waits for data are those of several settings."""
+        """Whether live tuning tried settings, so that the data wait is that of several settings."""
         return self.live is not None and bool(self.live.moves)
 
     @property
@@ -190,27 +188,27 @@ class Evidence:
 
     @property
     def share_of_ceiling(self) -> float | None:
-        """The rate that was reached over the one that compute alone would allow; None when either is unknown."""
+        """The rate reached over the compute ceiling; None when either is unknown."""
         rate, ceiling = self.throughput.samples_per_s, self.ceilings.compute_samples_per_s
         return min(rate / ceiling, 1.0) if rate is not None and ceiling else None
 
     def share(self, seconds: float) -> float:
-        """``seconds`` as a share of the time after start-up: the base of every share that is told."""
+        """``seconds`` as a share of the time after start-up, as in all sentences."""
         return _ratio(seconds, self.active_s)
 
     @property
     def data_wait_share(self) -> float:
-        """How much of the time after start-up training waits for data."""
+        """Data wait as a share of the time after start-up."""
         return self.share(self.buckets.data_wait_s)
 
     @property
     def drawing_s(self) -> float:
-        """The part of the active time in which training draws batches: a faster loader shortens no other."""
+        """The part of the active time in which training draws batches, the only one that a faster loader shortens."""
         return max(self.active_s - ledgers.paused_s(self.buckets), 0.0)
 
     @property
     def waiting_share(self) -> float:
-        """How much of the time in which training draws batches it waits for them."""
+        """Data wait as a share of the time in which training draws batches."""
         return _ratio(self.buckets.data_wait_s, self.drawing_s)
 
     def per_step(self, seconds: float) -> float:
@@ -225,8 +223,8 @@ def gather(run: Run) -> Evidence:
     ledger = ledgers.make_ledger(run, each)
     rank_steps = align(run)
     ranks = compare_ranks(run, each, rank_steps)
-    pace_setter = next((place for place, summary in enumerate(ranks) if summary.slowest), None)
-    rank, own = (_NO_RANK, ()) if pace_setter is None else (run.ranks[pace_setter], run.spans[pace_setter])
+    slowest = next((place for place, summary in enumerate(ranks) if summary.slowest), None)
+    rank, own = (_NO_RANK, ()) if slowest is None else (run.ranks[slowest], run.spans[slowest])
     loader, workers, live, supply = _input_of(rank, own)
     cpu = _machine_of(run, rank).cpu
     beside = max(sum(other.hostname == rank.hostname for other in run.ranks), 1)  # ranks that share the machine
@@ -251,14 +249,14 @@ def gather(run: Run) -> Evidence:
         workers=workers,
         live=live,
         supply=supply,
-        limit=find_limit(
+        bottleneck=find_bottleneck(
             wait_share,
-            _ratio(waited_behind_loaders_s(rank, wait_s), wait_s),
+            _ratio(wait_after_loader_s(rank, wait_s), wait_s),
             loader,
             supply,
             delivered,
-            crowding(rank, loader, usable_cpus, host),
-            confined(loader, workers, allowed_cpus),
+            threads_per_cpu(rank, loader, usable_cpus, host),
+            bound_to_few_cpus(loader, workers, allowed_cpus),
         ),
         delivered_samples_per_s=delivered,
         usable_cpus=usable_cpus,
@@ -284,8 +282,8 @@ def _input_of(
     return loader, workers, live, measure_supply(loader, workers, spans, live, rank.cpu_wait_s)
 
 
-def waited_behind_loaders_s(rank: RankRecord, data_wait_s: float) -> float:
-    """What the training waited for batches but not in a loader: a generator of the script's works on what it drew.
+def wait_after_loader_s(rank: RankRecord, data_wait_s: float) -> float:
+    """The data wait outside of loaders, in a generator of the script that works on what a loader gave.
 
     0.0 where that is not known: no generator or no loader was seen, or another thread drew from it.
     """
@@ -295,23 +293,23 @@ def waited_behind_loaders_s(rank: RankRecord, data_wait_s: float) -> float:
     return max(data_wait_s - sum(loader.wait_s + loader.first_wait_s for loader in loaders), 0.0)
 
 
-def crowding(rank: RankRecord, loader: LoaderRecord | None, usable_cpus: float, host: HostSummary) -> float:
-    """Workers and training threads for each usable CPU; 0 where it is other processes that hold the CPUs."""
-    if host.others_share >= LIMITS.others_share:
+def threads_per_cpu(rank: RankRecord, loader: LoaderRecord | None, usable_cpus: float, host: HostSummary) -> float:
+    """Workers and training threads for each usable CPU; 0 where other processes take the CPUs."""
+    if host.others_share >= THRESHOLDS.others_share:
         return 0.0
     threads = (rank.torch_threads or 1) if rank.device == "cpu" else 1
     return ((loader.num_workers if loader else 0) + threads) / max(usable_cpus, 0.01)
 
 
-def confined(loader: LoaderRecord | None, workers: WorkerRecord | None, allowed_cpus: float) -> bool:
-    """Whether the workers may run on fewer CPUs than they and the training could use of those that are allowed."""
+def bound_to_few_cpus(loader: LoaderRecord | None, workers: WorkerRecord | None, allowed_cpus: float) -> bool:
+    """Whether the workers are bound to fewer of the allowed CPUs than they and the training could use."""
     if loader is None or workers is None or workers.cpus is None or not loader.num_workers:
         return False
     return workers.cpus < min(int(allowed_cpus), loader.num_workers + 1)
 
 
 def _compute_ceiling(run: Run) -> float | None:
-    """Samples a second if compute never had to wait; ranks add up. None when a training rank was not measured."""
+    """Samples a second if compute never had to wait, summed over ranks; None when a rank was not measured."""
     rates = []
     for rank, spans in _training_ranks(run):
         samples = ledgers.count_samples(spans)
@@ -328,7 +326,7 @@ def _loader_ceilings(run: Run, wait_share: float, usable_cpus: float, delivered:
     rates = []
     for rank, spans in _training_ranks(run):
         *_, supply = _input_of(rank, spans)
-        # A step that draws from several loaders has no single loader's rate to compare with.
+        # With several loaders in a step there is no single rate to compare with.
         if supply is None or len(training_loaders(rank)) > 1:
             return None
         rates.append(loader_ceiling(supply, usable_cpus, wait_share, delivered))
@@ -357,11 +355,11 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def measure_utilisation(evidence: Evidence) -> Utilisation:
-    """AU and MFU of the pace-setting rank; empty for a job on the CPU."""
+    """AU and MFU of the slowest rank; empty for a job on the CPU."""
     rank = evidence.rank
     if not evidence.on_gpu or not evidence.active_s or not rank.steps:
         return Utilisation()
-    # What a rank waits for sharded parameters looks like compute.
+    # Waiting for sharded parameters looks like compute.
     au = None if evidence.collectives_unmeasured else evidence.share(evidence.buckets.compute_s)
     if rank.flops_per_call is None:
         return Utilisation(au)
@@ -376,10 +374,10 @@ def measure_utilisation(evidence: Evidence) -> Utilisation:
 
 
 def without_side_jobs(run: Run) -> Run:
-    """The run without processes that a rank started, trained on their own account, and outlived.
+    """The run without processes that a rank started and that trained something else meanwhile.
 
-    A probe on frozen weights, or a search, takes the time of the rank that waits for it, and its steps are not the
-    job's. A script that trains a little before it starts its ranks does not train while they do: they stay.
+    A linear probe or a hyperparameter search takes time of the rank that waits for it, but its steps are not the job's.
+    A script that trains a little and then starts its ranks keeps them: it does not train at the same time.
     """
     streams = list(zip(run.ranks, run.spans, strict=True))
     kept = [stream for stream in streams if not any(_is_beside(stream, other) for other in streams)]

@@ -1,4 +1,4 @@
-"""How a finding is put together and which comes first: share, severity, predicted gain, phrases of several rules."""
+"""How findings are made and ordered: share, severity, predicted gain, and phrases that several rules use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.libraries import costly_call, keeps_workers, loader_call
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import number, percent, seconds
 from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
 
@@ -22,7 +22,7 @@ _MOST = 100.0
 
 
 def gain(low: float, high: float, cap: float = _MOST) -> Gain:
-    """A sane range: no fix of ours makes a job slower, none beats ``cap``."""
+    """A range of at least 1 and at most ``cap``, rounded."""
     cap = _clip(cap, _MOST)
     high = round(_clip(high, cap), 2)
     return min(round(_clip(low, cap), 2), high), high
@@ -33,7 +33,7 @@ def amdahl(share: float) -> float:
     return 1 / max(1 - share, 1 / _MOST)
 
 
-def by_removing(share: float, low_part: float = LIMITS.recovered_low) -> Gain:
+def by_removing(share: float, low_part: float = THRESHOLDS.recovered_low) -> Gain:
     """The gain of removing ``share`` of the time: ``low_part`` of it at the cautious end, all of it at the other."""
     return gain(amdahl(share * low_part), amdahl(share))
 
@@ -65,23 +65,21 @@ def _clip(factor: float, most: float) -> float:
 
 # --------------------------------------------------------------------------- phrases
 
-# A rule finds its cause, lacks the evidence to judge, or has looked and found nothing.
+# A rule finds its cause, lacks the evidence to judge, or finds nothing.
 Judgement = Finding | Abstention | None
 Severity = Literal["info", "warn", "severe"]
 
-
-# What time goes into.
 BUCKET_WORDS = {
     "data_wait_s": "waiting for data",
     "transfer_s": "copying to the GPU",
     "compute_s": "compute",
     "sync_s": "waiting for the GPU",
-    "host_code_s": "code of the script's own",
+    "host_code_s": "the script's own code",
     "validation_s": "validation",
     "checkpoint_s": "saving",
-    "epoch_turnover_s": "starting passes",
+    "epoch_turnover_s": "epoch restart",
     "communication_s": "the exchange between ranks",
-    "unattributed_s": "time that could not be told apart",
+    "unattributed_s": "unattributed time",
 }
 
 
@@ -95,10 +93,12 @@ def found(
     gain: Gain | None = None,
     severity: Severity | None = None,
 ) -> Finding:
-    """A finding that costs ``cost_s`` seconds; how loud it is follows from their share, unless it is given."""
+    """A finding that costs ``cost_s`` seconds; its severity follows from their share unless it is given."""
     share = evidence.share(cost_s)
     if severity is None:
-        severity = "severe" if share >= LIMITS.severe_share else "warn" if share >= LIMITS.warn_share else "info"
+        severity = (
+            "severe" if share >= THRESHOLDS.severe_share else "warn" if share >= THRESHOLDS.warn_share else "info"
+        )
     return Finding(code, share, severity, tuple(facts), where, fix, gain)
 
 
@@ -106,7 +106,7 @@ _FATAL = ("memory_pressure", "worker_memory_growth", "shm_small")
 
 
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """What fixing would win most comes first, behind a lack of memory, which may end the job; remarks come last."""
+    """Largest predicted gain first; before it only a lack of memory, which may end the job; remarks come last."""
 
     def place(finding: Finding) -> tuple[int, float, float]:
         if finding.code in _FATAL and finding.severity == "severe":
@@ -138,13 +138,13 @@ OTHERS_TAKE_CPUS = (
 def neighbours(evidence: Evidence) -> list[str]:
     """A fact for what CPUs limit: other processes had a large part of them."""
     others = evidence.host.others_share
-    if others < LIMITS.others_share:
+    if others < THRESHOLDS.others_share:
         return []
     return [f"other processes had {percent(others)} of the CPUs that the job may use, and none was free"]
 
 
 def busy_thread(evidence: Evidence) -> tuple[str, str] | None:
-    """The busiest Python thread beside the training thread, in words, and what it takes; None where none is busy."""
+    """The busiest Python thread besides the training thread, and a fact about it; None where none is busy."""
     thread = next(iter(evidence.busy_threads), None)
     if thread is None:
         return None
@@ -161,22 +161,22 @@ def line_cost(line: HotLine, whole_s: float | None = None) -> str:
 
 
 def costliest_lines(lines: Sequence[HotLine], cost_s: float) -> list[str]:
-    """What the first three lines cost, without those that cost next to nothing of ``cost_s``.
+    """What the first three lines cost, without those that cost hardly anything of ``cost_s``.
 
-    Lines are timed by looks: so one may seem to cost a little more than all of them do.
+    Lines are timed by stack samples, so that one may seem to cost a little more than ``cost_s``.
     """
-    telling = [line for line in lines[:3] if line.seconds >= LIMITS.telling_line_share * cost_s]
+    telling = [line for line in lines[:3] if line.seconds >= THRESHOLDS.telling_line_share * cost_s]
     return [line_cost(replace(line, seconds=min(line.seconds, cost_s))) for line in telling or lines[:1]]
 
 
 def costliest_line(evidence: Evidence) -> HotLine | None:
-    """The line on which fetching spends most of its time; none of torch's, which nobody makes cheaper."""
+    """The line, outside of torch, on which fetching spends most of its time."""
     lines = evidence.workers.lines if evidence.workers else ()
     return max((ln for ln in lines if not ln.where.startswith("torch/")), key=lambda ln: ln.seconds, default=None)
 
 
 def fetching_line(evidence: Evidence) -> list[str]:
-    """What that line takes of the workers' fetching, as a fact; nothing where no line was seen."""
+    """A fact about that line; none where no line was seen."""
     if evidence.workers is None or (line := costliest_line(evidence)) is None:
         return []
     return [f"of the workers' fetching, {line_cost(line, evidence.workers.fetch_s)}"]
@@ -185,18 +185,18 @@ def fetching_line(evidence: Evidence) -> list[str]:
 def with_cheaper_call(
     evidence: Evidence, line: HotLine | None, whole_s: float, fix: str, predicted: Gain
 ) -> tuple[str, Gain]:
-    """The fix and its gain, with what to do about a library's call that fetching spends much of ``whole_s`` in."""
-    known = costly_call(line) if line and line.seconds >= LIMITS.guilty_function_share * whole_s else None
+    """The fix and its gain, with advice on a library call that takes much of ``whole_s``, the time spent fetching."""
+    known = costly_call(line) if line and line.seconds >= THRESHOLDS.guilty_function_share * whole_s else None
     if line is None or known is None:
         return fix, predicted
     chunks = evidence.workers.chunks if evidence.workers else None
     batch = evidence.loader.batch_size if evidence.loader else None
     stored = f" ({chunks}{f'; a batch has {batch} samples' if batch else ''})" if chunks else ", where it is compressed"
-    told = f"{line.call or line.function}{at(line.where)} {known.does.format(chunks=stored)}: {known.instead}."
+    advice = f"{call_at(line)} {known.does.format(chunks=stored)}: {known.instead}."
     if not known.easy:
-        return f"{fix} {told}", predicted
+        return f"{fix} {advice}", predicted
     without = amdahl(evidence.data_wait_share * min(line.seconds / whole_s, 1.0))
-    return f"{told} Beside that: {fix[:1].lower()}{fix[1:]}", gain(predicted[0], max(predicted[1], without))
+    return f"{advice} {fix}", gain(predicted[0], max(predicted[1], without))
 
 
 def at(where: str | None) -> str:
@@ -204,8 +204,13 @@ def at(where: str | None) -> str:
     return f" at {where}" if where else ""
 
 
+def call_at(line: HotLine) -> str:
+    """``Image.open(path) at dataset.py:48``."""
+    return f"{line.call or line.function}{at(line.where)}"
+
+
 def rates(evidence: Evidence) -> list[str]:
-    """What the loader gives beside what compute could take; nothing when either was not measured."""
+    """A fact that compares loader and compute ceilings; none when either was not measured."""
     ceilings = evidence.ceilings
     if ceilings.loader_samples_per_s is None or ceilings.compute_samples_per_s is None:
         return []
@@ -217,8 +222,8 @@ def rates(evidence: Evidence) -> list[str]:
 
 
 def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -> str:
-    """The loader's call with ``changes``, in the words of the framework that makes the call."""
-    # torch draws a seed whenever workers start, from the generator that shuffles, too.
+    """The loader's call with ``changes``, as users of the framework that makes the loader write it."""
+    # Whenever workers start, torch draws a seed from the generator that also shuffles.
     starts_anew = not loader.persistent_workers or made_for_each_pass(loader)
     persists = changes.get("persistent_workers") is True and starts_anew and keeps_workers(loader)
     first_workers = loader.num_workers == 0 and bool(changes.get("num_workers"))
@@ -235,8 +240,8 @@ def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -
 
 
 def made_for_each_pass(loader: LoaderRecord) -> bool:
-    """Whether the script makes the loader anew for each pass: workers live no longer than it, whatever its arguments.
+    """Whether the script makes the loader anew for each pass, so that its workers cannot persist.
 
-    Making one for each fold or stage, for many passes, is another thing.
+    A loader for each fold or stage that then makes many passes does not count.
     """
     return loader.made_by is None and loader.constructed > max(1, loader.passes / 2)

@@ -1,7 +1,7 @@
-"""When will the metric reach its target? From its history alone: a rate, a range, and saturation said plainly. Pure.
+"""When a metric reaches its target, by its history: a range of epochs, or that it levels off before.
 
-Two laws are fitted to the recent history: a straight line, and an approach to a limit, which is
-what metrics do. The limit decides whether the target is reached at all; together they give the range.
+Two curves are fitted to the recent history: a straight line, and an exponential approach to a limit, which is how
+metrics usually behave. The limit decides whether the target is reached at all; together they give the range.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Literal
 
 from fulltilt.figures import seconds
 
-# The latest epochs say most about the next ones; a whole history of fast early gains would promise too much.
+# The latest epochs say most about the next ones; fast early gains would promise too much.
 WINDOW = 12
 LEAST_HISTORY = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """``epochs`` and ``hours`` are ranges (soonest, latest); None when it will not be reached or nobody knows."""
+    """``epochs`` and ``hours`` are ranges (soonest, latest); None when unknown or the target is out of reach."""
 
     state: Literal["reached", "ahead", "saturates", "flat", "unknown"]
     rate_per_epoch: float | None
@@ -36,7 +36,7 @@ def forecast(
     epoch_s: float | None = None,
     mode: Literal["max", "min"] = "max",
 ) -> Forecast:
-    """Epochs and hours from the last of ``history`` (epoch, value) to ``target``; ``mode`` says where good is."""
+    """How long until ``target``, by a ``history`` of (epoch, value); with ``mode`` "max" larger values are better."""
     sign = 1.0 if mode == "max" else -1.0
     points = [(epoch, sign * value) for epoch, value in history if math.isfinite(value)][-WINDOW:]
     goal = sign * target
@@ -54,7 +54,7 @@ def forecast(
     if limit is not None and limit[0] <= goal:
         sentence = f"it levels off near {sign * limit[0]:.4g}: the target {target:g} will not be reached ({shown})"
         return Forecast("saturates", sign * rate, sign * limit[0], None, None, sentence)
-    if limit is not None:  # a line through the whole curve would lie far above its end
+    if limit is not None:  # a line through a curve that flattens would lie above its end
         level = points[-1][1]
         rate, _, error = _line(points[len(points) // 2 :])
     missing = goal - level
@@ -73,7 +73,7 @@ def forecast(
 
 
 def _epochs(soonest: float, latest: float) -> str:
-    """``3 to 7 epochs``; a part of an epoch is one, since a metric is known at its end."""
+    """``3 to 7 epochs``, at least one, since a metric is known at the end of an epoch."""
     ends = dict.fromkeys(f"{max(count, 1):.0f}" for count in (soonest, latest))
     return f"{' to '.join(ends)} epoch{'' if list(ends) == ['1'] else 's'}"
 
@@ -93,7 +93,7 @@ def _line(points: list[tuple[float, float]]) -> tuple[float, float, float]:
 def _limit(points: list[tuple[float, float]]) -> tuple[float, float] | None:
     """The limit of ``y = limit − gap · share^x`` and the share of the gap that an epoch leaves; None without one.
 
-    The gains of the first and second half give the share: they shrink geometrically on the way to a limit.
+    The slopes of the first and second half give the share: they shrink geometrically on the way to a limit.
     """
     if len(points) < 4:
         return None

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fulltilt.diagnosis.ledger import training_window
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import percent
 from fulltilt.records import CpuCapacity, GpuReading, GpuSummary, HostReading, PrecisionRecord, Run, Sample
 
-# Limits that every busy GPU runs into sooner or later: throttling only when the clock falls far for them.
-_LIMITS = ("power_cap", "board_limit", "reliability", "sync_boost")
+# Reasons that every busy GPU gives sooner or later: throttling only if the clock falls far.
+_USUAL_REASONS = ("power_cap", "board_limit", "reliability", "sync_boost")
 LEAST_LOOKS = 3
 _MEANS = ("util_pct", "sm_active_pct", "sm_occupancy_pct", "tensor_active_pct", "dram_active_pct", "power_w")
 
 
 @dataclass(frozen=True, slots=True)
 class HostSummary:
-    """The host over the training part of a run. ``ram_share`` is used memory over its limit.
+    """The host over the training part of a run. ``ram_share_peak`` is used memory over its limit.
 
-    ``others_share``: how much of the CPUs that the job may use other processes had, while none was free.
+    ``others_share``: the share of the job's CPUs that other processes used while none was free.
     """
 
     tree_cpu_pct: float | None = None
@@ -43,7 +43,7 @@ def training_samples(run: Run) -> tuple[Sample, ...]:
 
 
 def summarise_gpus(run: Run) -> tuple[GpuSummary, ...]:
-    """Each GPU that the ranks use over the training part, by index; every one that was sampled if they do not say."""
+    """Each GPU that the ranks use, over the training part; all sampled GPUs where the ranks do not name theirs."""
     machines = [run.run.machine, *(task.machine for task in run.tasks)]
     named = {reading.uuid: reading for machine in machines for reading in machine.gpus}
     readings: dict[str, list[GpuReading]] = {uuid: [] for uuid in named}
@@ -53,7 +53,7 @@ def summarise_gpus(run: Run) -> tuple[GpuSummary, ...]:
     used = {rank.gpu_uuid for rank in run.ranks} - {None}
     if not used and any(rank.device == "cpu" for rank in run.ranks):
         return ()
-    # Each task looks at the GPUs of its machine, and takes the ranks of other tasks there for somebody else's.
+    # Each task reads the GPUs of its machine and takes the ranks of other tasks there for foreign processes.
     ranks = {rank.pid for rank in run.ranks} if run.tasks else set()
     summaries = []
     for uuid, seen in readings.items():
@@ -68,7 +68,6 @@ def _summarise(first: GpuReading, seen: list[GpuReading], ranks: set[int]) -> Gp
     vram = _present(reading.vram_used_bytes for reading in seen)
     energy = _present(reading.energy_j for reading in seen)
     known = [reasons for reading in seen if (reasons := slowing_reasons(reading)) is not None]
-    # Processes of others, each once, as last seen.
     others = {p.pid: p for reading in seen for p in reading.processes or () if not p.ours and p.pid not in ranks}
     return GpuSummary(
         uuid=first.uuid,
@@ -87,15 +86,15 @@ def _summarise(first: GpuReading, seen: list[GpuReading], ranks: set[int]) -> Gp
 
 
 def slowing_reasons(reading: GpuReading) -> tuple[str, ...] | None:
-    """The reasons that slow this GPU down at this moment; None when the driver does not tell."""
+    """The reasons that slow this GPU down at this moment; None when the driver does not report them."""
     if reading.throttle_reasons is None:
         return None
     clock = clock_ratio([reading])
-    slow = clock is not None and clock < LIMITS.power_capped_clock
-    # A board that draws all it was made for lowers its clock under every dense model: that is its full speed.
+    slow = clock is not None and clock < THRESHOLDS.power_capped_clock
+    # A board at its default power limit lowers its clock under every dense model: that is its full speed.
     limit_w, default_w = reading.power_limit_w, reading.power_default_w
     full = limit_w is not None and default_w is not None and limit_w >= default_w
-    usual = _LIMITS if not slow else ("power_cap",) if full else ()
+    usual = _USUAL_REASONS if not slow else ("power_cap",) if full else ()
     return tuple(reason for reason in reading.throttle_reasons if reason not in usual)
 
 
@@ -117,7 +116,7 @@ def vram_used_share(gpu: GpuSummary) -> float | None:
 
 
 def use_before_the_job(run: Run, uuid: str) -> float | None:
-    """How busy others kept a GPU (%) before the job was on it; None after a look or two, which may be pauses."""
+    """How busy others kept a GPU (%) before the job used it; None for too few readings, which may be pauses."""
     readings = (reading for sample in run.samples for reading in sample.gpus if reading.uuid == uuid)
     without_us = [reading for reading in readings if reading.processes and not any(p.ours for p in reading.processes)]
     return mean(_present(r.util_pct for r in without_us)) if len(without_us) >= LEAST_LOOKS else None
@@ -135,7 +134,7 @@ def summarise_host(run: Run) -> HostSummary:
     return HostSummary(
         tree_cpu_pct=mean(_present(host.tree_cpu_pct for host in hosts)),
         ram_share_peak=max(ram, default=None),
-        ram_full_share=sum(1 for share in ram if share >= LIMITS.ram_full_share) / len(ram) if ram else None,
+        ram_full_share=sum(1 for share in ram if share >= THRESHOLDS.ram_full_share) / len(ram) if ram else None,
         swap_in_bytes_per_s=mean(_present(host.swap_in_bytes_per_s for host in hosts)),
         ram_left_bytes=left,
         others_share=_others_share(hosts, run.run.machine.cpu) if len(run.tasks) < 2 else 0.0,
@@ -148,23 +147,23 @@ def _others_share(hosts: Iterable[HostReading], cpu: CpuCapacity) -> float:
         for host in hosts
         if host.cpu_pct is not None and host.tree_cpu_pct is not None
     ]
-    if not used or fmean(all_ for all_, _ in used) < LIMITS.no_cpu_free:
+    if not used or fmean(all_ for all_, _ in used) < THRESHOLDS.no_cpu_free:
         return 0.0
     all_, own = (fmean(each) for each in zip(*used, strict=True))
     return min(max(all_ * cpu.present - own, 0.0), max(cpu.usable - own, 0.0)) / max(cpu.usable, 0.01)
 
 
 def is_it_real(gpu: GpuSummary) -> str | None:
-    """One sentence on whether the utilisation figure means what people take it for; None without the figure."""
+    """One sentence on whether GPU utilisation means real work; None where it was not measured."""
     if gpu.util_pct is None:
         return None
     shown = f"GPU {gpu.index} utilisation {percent(gpu.util_pct / 100)}"
     if gpu.sm_active_pct is None:
         return f"{shown}, which only says that some kernel ran; SM activity (Hopper and newer) was not measured"
     active = percent(gpu.sm_active_pct / 100)
-    if gpu.util_pct < LIMITS.high_util_pct:
+    if gpu.util_pct < THRESHOLDS.high_util_pct:
         return f"{shown}, SMs active {active}"
-    if gpu.sm_active_pct >= LIMITS.real_sm_active_pct:
+    if gpu.sm_active_pct >= THRESHOLDS.real_sm_active_pct:
         return f"{shown} is real: SMs active {active}"
     return f"{shown} only says that some kernel ran: SMs active {active}"
 
@@ -181,8 +180,8 @@ def _present(values: Iterable[float | None]) -> list[float]:
 
 # --------------------------------------------------------------------------- data sheets
 
-# Dense peaks in TFLOP/s of NVIDIA's data sheets (half of what they print with sparsity): half precision with tensor
-# cores, TF32, plain float32; 0 where a GPU has none. By words of its name; the entry with most of them counts.
+# Dense peaks in TFLOP/s by NVIDIA's data sheets (half of the figures with sparsity): half precision on tensor cores,
+# TF32, plain float32; 0 where a GPU has none. By words of its name; the entry with most matching words counts.
 _PEAKS: dict[tuple[str, ...], tuple[float, float, float]] = {
     ("B200",): (2250.0, 1100.0, 75.0),
     ("H200",): (989.4, 494.7, 67.0),
@@ -204,18 +203,15 @@ _PEAKS: dict[tuple[str, ...], tuple[float, float, float]] = {
 
 
 def dense_peak(name: str, precision: PrecisionRecord | None) -> tuple[str, float | None]:
-    """The arithmetic that a job uses, and the GPU's dense peak for it in FLOP/s; None for a GPU not in the table.
-
-    A part of a GPU (MIG) has no data sheet.
-    """
+    """The arithmetic that a job uses, and the GPU's dense peak for it in FLOP/s; None for MIG and unknown GPUs."""
     words = set(re.split(r"[^A-Za-z0-9]+", name))
     known = [entry for entry in _PEAKS if words.issuperset(entry)]
     used = (precision.name if precision else None) or "float32"
     half = used in ("bfloat16", "float16")
     tf32 = not half and precision is not None and bool(precision.tf32)
-    told = used if half else "TF32" if tf32 else "float32"
+    arithmetic = used if half else "TF32" if tf32 else "float32"
     if not known or "MIG" in words or (not half and used != "float32"):
-        return told, None
+        return arithmetic, None
     peaks = _PEAKS[max(known, key=len)]
     peak = peaks[0] if half else peaks[1] if tf32 and peaks[1] else peaks[2]
-    return told, peak * 1e12
+    return arithmetic, peak * 1e12

@@ -1,8 +1,8 @@
 """Where the wall time of a run went, and the rates that follow from it. Pure functions over spans.
 
-A rank's spans tile its life. What lies before the first one is start-up (the interpreter and the imports), what lies
-after the last one, or between two (a kill can tear the file), is unattributed: so the buckets of every rank add up to
-the wall time of the run, whatever was lost.
+A rank's spans cover its life. Time before the first one is start-up (the interpreter and the imports); time after the
+last one, or between two (a kill can tear the file), is unattributed. So the buckets of every rank always add up to the
+wall time of the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import reduce
 from itertools import combinations, islice
 from statistics import fmean, median
 
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import seconds
 from fulltilt.records import BUCKETS, Buckets, GpuStep, JobSummary, Ledger, Phases, RankRecord, Run, Span, Throughput
 
@@ -23,14 +23,14 @@ Spans = tuple[Span, ...]
 
 
 def wall_seconds(run: Run) -> float:
-    """The launcher's measure of the whole job; while it runs or when it was killed, the end of the last span."""
+    """The whole job as the launcher timed it; while it runs or when it was killed, up to the end of the last span."""
     last_end = max((span.t1_s for spans in run.spans for span in spans), default=0.0)
-    # The launcher's clock stops after the last rank's, but both are rounded when they are stored.
+    # The launcher stops its clock after the last rank, but both are rounded when they are stored.
     return max(run.run.wall_s or 0.0, last_end, 0.0)
 
 
 def unseen_seconds(run: Run) -> float:
-    """How long the job went on behind what its killed processes wrote down last; the mean over the ranks."""
+    """How long the job went on after its killed processes wrote their last record; the mean over the ranks."""
     if run.run.wall_s is None or not run.ranks:
         return 0.0
     unseen_s = 0.0
@@ -42,7 +42,7 @@ def unseen_seconds(run: Run) -> float:
 
 
 def close_buckets(spans: Spans, wall_s: float, finished: bool = False) -> Buckets:
-    """The buckets of one rank, which add up to ``wall_s``. The tear-down of a finished one is start-up."""
+    """The buckets of one rank, which add up to ``wall_s``. The end of a finished process counts as start-up."""
     total = Buckets()
     reached_s = 0.0
     for span in sorted(spans, key=lambda span: span.t0_s):
@@ -58,7 +58,7 @@ def close_buckets(spans: Spans, wall_s: float, finished: bool = False) -> Bucket
 
 
 def _fitted(buckets: Buckets, length_s: float) -> Buckets:
-    """``buckets`` made to add up to ``length_s``: what is missing is unattributed, an excess is scaled away."""
+    """``buckets`` made to add up to ``length_s``: missing time is unattributed, an excess is scaled away."""
     missing_s = length_s - buckets.total_s
     if missing_s < 0:
         return _scaled(buckets, length_s / buckets.total_s)
@@ -66,7 +66,7 @@ def _fitted(buckets: Buckets, length_s: float) -> Buckets:
 
 
 def sum_buckets(parts: Iterable[Buckets]) -> Buckets:
-    """Where the time of all of them went together."""
+    """The sum of several buckets."""
     return reduce(Buckets.plus, parts, Buckets())
 
 
@@ -84,7 +84,7 @@ def close_ranks(run: Run) -> list[Buckets]:
 
 
 def launching_apart(rank: RankRecord, spans: Spans) -> Spans:
-    """The spans with the gaps between short kernels as host code: events, which stand further apart, count them in."""
+    """The spans with the gaps between short kernels moved from compute, where CUDA events count them, to host code."""
     gap_s = launch_gap_s(rank)
     apart = []
     for span in spans if gap_s else ():
@@ -94,12 +94,12 @@ def launching_apart(rank: RankRecord, spans: Spans) -> Spans:
 
 
 def launch_gap_s(rank: RankRecord) -> float:
-    """How long the GPU idles in a step between kernels so short that the host cannot launch them as fast.
+    """How long the GPU idles in a step between kernels that are too short for the host to launch them as fast.
 
-    Longer ones leave no gaps to speak of, and three traced steps of them may be shorter than the others.
+    Longer kernels leave hardly any gaps, and the three traced steps may be shorter than the others.
     """
     traced, busy_s = rank.kernels, rank.gpu_busy_step_s
-    if traced is None or busy_s is None or traced.busy_s > LIMITS.short_kernel_s * traced.kernels:
+    if traced is None or busy_s is None or traced.busy_s > THRESHOLDS.short_kernel_s * traced.kernels:
         return 0.0
     return max(busy_s - traced.busy_s - traced.copies_s, 0.0)
 
@@ -124,9 +124,9 @@ def training_window(spans: Iterable[Span]) -> tuple[float, float] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Rated:
-    """The part of a rank's training from which rates are told: behind the first step, which is part warm-up.
+    """The part of a rank's training that rates are taken from: after the first step, which is part warm-up.
 
-    ``length_s`` holds validation, checkpoints and turn-over, but no start-up; ``paused_s`` are the first two of them.
+    ``length_s`` includes validation, checkpoints and epoch restarts, but no start-up; ``paused_s`` is the first two.
     """
 
     steps: int
@@ -149,7 +149,7 @@ def _rated(spans: Spans) -> _Rated:
 
 
 def measure_throughput(run: Run) -> Throughput:
-    """The rates that a stopwatch beside the training part would show. Samples add up over the ranks."""
+    """The rates over the training part, as with a stopwatch. Samples add up over the ranks."""
     steps = max((sum(span.steps for span in spans) for spans in run.spans), default=0)
     samples = _sum_known(count_samples(spans) for spans in run.spans)
     rated = [_rated(spans) for spans in run.spans]
@@ -179,14 +179,14 @@ def paused_s(buckets: Buckets) -> float:
 
 
 def rare_host_code_s(spans: Spans) -> float:
-    """Code of the script's own that does not come with every step, such as curves drawn behind an epoch."""
+    """The script's own code that does not come with every step, such as curves drawn after an epoch."""
     each = [span.buckets.host_code_s / span.steps for span in spans if span.steps]
     usual_s = median(each) if each else 0.0
     return sum(max(span.buckets.host_code_s - usual_s * span.steps, 0.0) for span in spans)
 
 
 def after_first_step(spans: Spans) -> Spans:
-    """The spans behind the first step, which is part warm-up; all of them where it does not stand alone."""
+    """The spans after the first step, which is part warm-up; all of them where the first span holds several steps."""
     first = next((index for index, span in enumerate(spans) if span.steps > 0), None)
     if first is None or spans[first].steps > 1 or not any(span.steps > 0 for span in spans[first + 1 :]):
         return spans
@@ -232,15 +232,15 @@ def gpu_step_words(run: Run) -> str | None:
     if step is None or step.kernel_s is None:
         return None
     rest = ((step.gap_s, "are gaps between them"), (step.idle_s, "it is idle"))
-    told = "".join(f", {seconds(length_s)} {what}" for length_s, what in rest if length_s is not None)
-    return f"in a step the GPU runs kernels for {seconds(step.kernel_s)}{told}"
+    others = "".join(f", {seconds(length_s)} {what}" for length_s, what in rest if length_s is not None)
+    return f"in a step the GPU runs kernels for {seconds(step.kernel_s)}{others}"
 
 
 def hung_after_s(run: Run) -> float:
     """How long after its last step a job counts as hung."""
     trained = [span for spans in run.spans for span in spans if span.steps]
     usual_s = sum(span.t1_s - span.t0_s for span in trained) / max(sum(span.steps for span in trained), 1)
-    return max(LIMITS.hung_s, LIMITS.hung_steps * usual_s)
+    return max(THRESHOLDS.hung_s, THRESHOLDS.hung_steps * usual_s)
 
 
 def hung_stretch(run: Run) -> Span | None:
@@ -255,7 +255,7 @@ def hung_stretch(run: Run) -> Span | None:
 
 # --------------------------------------------------------------------------- early against late
 
-# What a step holds; validation, saves and starts of passes do not come with every one.
+# The buckets of a step; validation, saves and epoch restarts do not come with every step.
 _OF_A_STEP = ("data_wait_s", "transfer_s", "compute_s", "sync_s", "host_code_s", "communication_s")
 _WINDOWS, _QUARTER = 8, 2
 
@@ -265,7 +265,7 @@ class Slowdown:
     """Steps take longer and longer: ``early_s`` and ``late_s`` are those of the first and the last quarter.
 
     ``bucket`` is the one that grows most, by ``grown_s`` a step; ``lost_s`` is what all steps took of it beyond the
-    early ones. Where samples are counted, a step stands for as many samples as the mean step has.
+    early ones. Where samples are counted, a step here means as many samples as the mean step has.
     """
 
     early_s: float
@@ -278,16 +278,16 @@ class Slowdown:
 def find_slowdown(spans: Spans, tuned: bool = False) -> Slowdown | None:
     """How a rank slowed down, steadily and by enough; None where it did not, or ran too briefly to tell.
 
-    In a ``tuned`` run the waits for data are no part of a step: live tuning makes them shorter meanwhile.
+    In a ``tuned`` run the data wait is left out: live tuning shortens it meanwhile.
     """
-    least_growth = LIMITS.slowing_growth
+    least_growth = THRESHOLDS.slowing_growth
     names = _OF_A_STEP[1:] if tuned else _OF_A_STEP
     stepping = [span for span in after_first_step(spans) if span.steps > 0]
     counted = all(span.samples for span in stepping)
     sizes = [float(span.samples or 0) if counted else float(span.steps) for span in stepping]
     total = sum(sizes)
     trained_s = sum(getattr(span.buckets, name) for span in stepping for name in _OF_A_STEP)
-    if trained_s < LIMITS.slowing_least_s or len(stepping) < 5 * _WINDOWS:
+    if trained_s < THRESHOLDS.slowing_least_s or len(stepping) < 5 * _WINDOWS:
         return None
     spent, sized, passed = [Buckets()] * _WINDOWS, [0.0] * _WINDOWS, 0.0
     for span, size in zip(stepping, sizes, strict=True):
@@ -307,7 +307,7 @@ def find_slowdown(spans: Spans, tuned: bool = False) -> Slowdown | None:
     grown_s, bucket = max((growth, name) for name, growth in growths.items())
     if grown_s < least_growth * early_s or 2 * grown_s < late_s - early_s or late_s < (1 + least_growth) * early_s:
         return None
-    # A neighbour that comes is one leap of all buckets, and noise falls as often as it rises.
+    # Another job that starts makes all buckets leap once, and noise falls as often as it rises.
     grows = each[bucket]
     rising = [later > earlier for earlier, later in combinations(grows, 2)]
     if fmean(rising) < 0.85 or min(grows[-_QUARTER:]) <= max(grows[: _QUARTER + 1]):
@@ -320,7 +320,7 @@ def find_slowdown(spans: Spans, tuned: bool = False) -> Slowdown | None:
 
 # Ranks without a record that are listed at most.
 MOST_MISSING = 10_000
-# What of an attempt is no training step, and how it is called.
+# The time of an attempt that is not spent in training steps, by its name in the JSON answer.
 _NO_STEPS = {
     "startup_s": "start-up",
     "validation_s": "validation",
@@ -331,7 +331,7 @@ _NO_STEPS = {
 
 
 def summarise_job(run: Run, ledger: Ledger) -> JobSummary | None:
-    """The job with all its attempts, of which ``ledger`` is the newest's; None for a run that is no task of one."""
+    """The job with all its attempts (``ledger`` is the newest one's); None for a run that is not a task of a job."""
     if run.run.task is None:
         return None
     ledgers = [*(make_ledger(attempt) for attempt in run.earlier), ledger]
@@ -339,7 +339,7 @@ def summarise_job(run: Run, ledger: Ledger) -> JobSummary | None:
     first = run.earlier[0] if run.earlier else run
     elapsed_s = max((run.run.began - first.run.began).total_seconds() + ledger.wall_s, wall_s)
     total = sum_buckets(ledger.buckets for ledger in ledgers)
-    rest = {"between attempts": elapsed_s - wall_s} | {told: getattr(total, name) for name, told in _NO_STEPS.items()}
+    rest = {"between attempts": elapsed_s - wall_s} | {word: getattr(total, name) for name, word in _NO_STEPS.items()}
     world_size, there = max((rank.world_size for rank in run.ranks), default=0), {rank.rank for rank in run.ranks}
     return JobSummary(
         job=run.run.task.job,
@@ -348,6 +348,6 @@ def summarise_job(run: Run, ledger: Ledger) -> JobSummary | None:
         attempts=len(ledgers),
         elapsed_s=elapsed_s,
         goodput=max(elapsed_s - sum(rest.values()), 0.0) / elapsed_s if elapsed_s > 0 else 0.0,
-        rest=tuple((told, length_s) for told, length_s in rest.items() if length_s > 0),
+        rest=tuple((word, length_s) for word, length_s in rest.items() if length_s > 0),
         missing_ranks=tuple(islice((rank for rank in range(world_size) if rank not in there), MOST_MISSING)),
     )

@@ -1,7 +1,7 @@
-"""How users of other training libraries write what a finding advises: one entry a library. Pure.
+"""How users of other training libraries write what a finding advises: one entry for each library.
 
-A loader that a library has made is not changed in the library's code, but by the argument that the library has for it.
-To add a library, add an entry: its import name, and only what differs from plain PyTorch.
+A loader that a library made is changed by that library's argument, not in its code. To add a library, add an entry: its
+import name, and what differs from plain PyTorch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SAME = {name: name for name in ("num_workers", "persistent_workers", "prefetch_
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """``call`` holds the settings; ``names`` has the library's word for each of DataLoader's, and lacks what it lacks.
+    """``call`` takes the settings; ``names`` maps DataLoader's arguments to the library's, without those that it lacks.
 
     ``save`` and ``validate`` say how to do so less often; ``functions`` are the functions and classes that take the
     settings as keywords, as scripts call them.
@@ -111,19 +111,19 @@ def loader_call(made_by: str, settings: Mapping[str, object]) -> str | None:
 
 
 def setting_name(loader: LoaderRecord, name: str) -> str:
-    """What the maker of this loader calls one of DataLoader's settings."""
+    """What the library that made this loader calls one of DataLoader's arguments."""
     library = LIBRARIES.get(loader.made_by or "")
     return library.names.get(name, name) if library else name
 
 
 def keeps_workers(loader: LoaderRecord) -> bool:
-    """Whether the maker of this loader has a setting for workers that persist."""
+    """Whether the library that made this loader has a setting for persistent workers."""
     library = LIBRARIES.get(loader.made_by or "")
     return library is None or "persistent_workers" in library.names
 
 
 def library_of(line: HotLine | None) -> Library | None:
-    """The library in whose own code a line stands, as paths are shown: nobody changes it there."""
+    """The library whose own code a line is in, which users do not change."""
     return LIBRARIES.get(line.where.partition("/")[0]) if line is not None else None
 
 
@@ -132,11 +132,11 @@ def library_of(line: HotLine | None) -> Library | None:
 
 @dataclass(frozen=True, slots=True)
 class CostlyCall:
-    """A call of a library's that is costly where every sample makes one.
+    """A library call that is costly if made for every sample.
 
-    ``pattern`` is looked for in the line's function, the functions of libraries' that it is inside of, and its call,
-    one after the other; ``does`` says what makes it expensive, ``instead`` what to do. What is ``easy`` changes a few
-    lines of the script and no stored data: it comes before workers.
+    ``pattern`` is searched in the line's function, the library functions around it, and its call; ``does`` says why it
+    is expensive, ``instead`` what to do. An ``easy`` change takes a few lines of the script and leaves stored data as
+    it is: it is advised before workers.
     """
 
     pattern: re.Pattern[str]
@@ -155,7 +155,7 @@ _MAPPED = "keep arrays as .npy, of which numpy.load(path, mmap_mode='r') reads o
 COSTLY_CALLS = (
     CostlyCall.of(
         r"\b(ZipFile|tarfile\.open|h5py\.File|sqlite3\.connect|lmdb\.open)\([^()]*\)$",
-        "opens a file anew for each sample, with the list of what is in it",
+        "opens a file and reads its index anew for each sample",
         "open it once in each worker (in the first __getitem__, not in __init__) and keep it",
         easy=True,
     ),
@@ -229,14 +229,14 @@ COSTLY_CALLS = (
 
 
 def costly_call(line: HotLine) -> CostlyCall | None:
-    """The entry for what a line of the fetching calls; None where there is none."""
+    """The table's entry for a line of the fetching, or None."""
     text = f"{line.function} {line.inside or ''} {line.call or ''}"
     return next((entry for entry in COSTLY_CALLS if entry.pattern.search(text)), None)
 
 
 # --------------------------------------------------------------------------- without a DataLoader
 
-# Where training draws from a library without a DataLoader: what makes several batches at once, beside the training.
+# For libraries that training draws from without a DataLoader: how to make several batches while the training runs.
 WITHOUT_LOADER = {
     "torchdata": "ParallelMapper(node, fn, num_workers={}) instead of Mapper, and Prefetcher(node, 2) as the last node",
     "datasets": "draw from torch.utils.data.DataLoader(dataset, batch_size=..., num_workers={})",
@@ -246,12 +246,12 @@ WITHOUT_LOADER = {
 
 
 def beside_training(loader: LoaderRecord, workers: int) -> str | None:
-    """How a library that brings batches without a DataLoader makes them beside the training; None for a DataLoader."""
+    """How to make batches in the background with a library that needs no DataLoader; None for a DataLoader."""
     words = WITHOUT_LOADER.get(loader.made_by or "") if not loader.given else None
     return words.format(workers) if words else None
 
 
-# Streamed data sets that give each worker a part of their own.
+# Streamed data sets that give each worker its own part.
 _DIVIDE_THEMSELVES = (
     *("WebDataset", "WebLoader", "DataPipeline", "StreamingDataset", "CombinedStreamingDataset"),
     "IterableDataset",  # of Hugging Face

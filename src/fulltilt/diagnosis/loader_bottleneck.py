@@ -1,7 +1,7 @@
-"""The loaders of a job: those of one line joined, what a batch costs, and which part of a loader sets its rate.
+"""What a batch of a loader costs, and which part of the loader is its bottleneck.
 
-Exactly one part does, so the causes exclude each other. Workers with nothing to do are not the limit: then it is the
-way from them to the training thread. Workers that queue for a CPU are too many. All others either compute or wait.
+Exactly one part is, so the causes exclude each other. Idle workers are fast enough: then the hand-over to the training
+thread is the bottleneck. Workers that queue for a CPU are too many. All others either compute or wait.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from enum import Enum
 from typing import Any
 
 from fulltilt.diagnosis.ledger import Spans, paused_s, rare_host_code_s, sum_buckets
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.records import HotLine, LiveRecord, LoaderRecord, RankRecord, WorkerRecord
 
-# --------------------------------------------------------------------------- loaders of one line
+# --------------------------------------------------------------------------- loaders made by one line
 
-# Two that a line makes may be drawn from side by side (labelled and unlabelled), or be two stages.
+# Two loaders made by one line may be used side by side (labelled and unlabelled data), or be two stages.
 SIDE_BY_SIDE = 2
 _SUMS = (
     *("constructed", "passes", "batches", "eval_batches", "samples", "wait_s", "wait_cpu_s"),
@@ -27,7 +27,7 @@ _WORKER_SUMS = ("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "pr
 
 
 def one_loader_a_line(rank: RankRecord) -> RankRecord:
-    """The rank with the loaders joined that a line made for one pass each, as a curriculum does, and their workers."""
+    """The rank with all loaders (and their workers) merged that one line made for a pass each, as a curriculum does."""
     lines: dict[tuple[str, str, int], list[LoaderRecord]] = {}
     for loader in rank.loaders:
         if loader.made_by is None and loader.where and loader.passes <= loader.constructed:
@@ -43,9 +43,9 @@ def one_loader_a_line(rank: RankRecord) -> RankRecord:
 
 
 def _joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecord, WorkerRecord | None]:
-    """Several loaders as if they were one, and the record of all their workers, if there is any."""
+    """Several loaders merged into one, and the record of all their workers, if there is any."""
     first = same[0]
-    # The first wait of each later one is that for another pass.
+    # The first wait of each later loader is the restart for another pass.
     restart_s = sum(loader.restart_s for loader in same) + sum(loader.first_wait_s for loader in same[1:])
     loader = replace(
         same[-1],
@@ -74,7 +74,7 @@ def _joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecor
 
 
 def joined_lines(lines: Iterable[HotLine]) -> tuple[HotLine, ...]:
-    """The same line met several times as one, the costliest first."""
+    """Records of the same line added up, the costliest first."""
     total: dict[tuple[str, str, str | None], HotLine] = {}
     for line in lines:
         key = (line.where, line.function, line.call)
@@ -84,7 +84,7 @@ def joined_lines(lines: Iterable[HotLine]) -> tuple[HotLine, ...]:
 
 
 def _sum(records: Sequence[LoaderRecord | WorkerRecord], name: str) -> Any:
-    """The sum; None where one of them was not measured."""
+    """The sum; None where a record was not measured."""
     values = [getattr(record, name) for record in records]
     return None if None in values else sum(values)
 
@@ -96,14 +96,14 @@ def _largest(records: Sequence[LoaderRecord | WorkerRecord], name: str) -> int |
 # --------------------------------------------------------------------------- what sets the rate of the input
 
 
-class Limit(Enum):
-    """What sets the rate of the input."""
+class Bottleneck(Enum):
+    """What sets the rate of data loading."""
 
-    NOTHING = "the input keeps up"
+    NONE = "data loading keeps up"
     SERIAL = "the training thread fetches by itself, or its sampler is slow"
-    BEHIND = "what the script does to the batches behind the loader"
-    CONFINED = "workers that may run on a part of the CPUs only"
-    CROWDED = "more processes than CPUs"
+    AFTER_LOADER = "what the script does to the batches after the loader"
+    AFFINITY = "the workers may run on some of the CPUs only"
+    OVERSUBSCRIBED = "more processes than CPUs"
     HANDOVER = "the way from the workers to the training thread"
     CPU = "the workers compute"
     IO = "the workers wait"
@@ -112,13 +112,12 @@ class Limit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """What one batch costs and where its time goes. Seconds are per batch; shares are of time.
+    """What one batch costs. Seconds are per batch; shares are of time.
 
-    ``batch_s`` is the time of one worker for one batch, handing over included (of the training thread at 0 workers);
-    ``fetch_s`` is the part of it in the data set and the collate function, ``queue_s`` the part spent queueing for a
-    CPU, as far as that is known.
-    ``main_cpu_s`` is CPU time of the training thread in next() and bounds the rate of any number of workers.
-    ``runs_ahead``: where there are no workers, whether the source goes on making samples between two draws.
+    ``batch_s`` is what one worker (without workers, the training thread) needs for a batch, hand-over included;
+    ``fetch_s`` is the part of it in the data set and the collate function, ``queue_s`` the part spent waiting for a
+    CPU, as far as that is known. ``main_cpu_s`` is CPU time of the training thread in next(), which no number of
+    workers reduces. ``runs_ahead``: without workers, whether the source goes on making samples between two draws.
     """
 
     workers: int
@@ -137,17 +136,17 @@ class Supply:
 
     @property
     def worker_samples_per_s(self) -> float:
-        """What one worker (the training thread at 0 workers) can give."""
+        """The rate of one worker (without workers, of the training thread)."""
         return self.samples_per_batch / self.batch_s
 
     @property
     def waits(self) -> bool:
         """Whether fetching mostly waits (for a disk, a network, a sleep): it neither computes nor lacks a CPU."""
-        return self.busy_share is not None and self.busy_share < LIMITS.cpu_bound_share
+        return self.busy_share is not None and self.busy_share < THRESHOLDS.cpu_bound_share
 
 
 def sampling_share(loader: LoaderRecord) -> float:
-    """How much of the wait for a loader's batches is its sampler, as looks at the training thread saw it."""
+    """How much of the wait for a loader's batches is its sampler, by stack samples of the training thread."""
     seen_s = sum(line.seconds for line in loader.sampler_lines)
     return min(seen_s / loader.wait_s, 1.0) if loader.wait_s > 0 else 0.0
 
@@ -159,9 +158,10 @@ def measure_supply(
     tuned: LiveRecord | None = None,
     thread_cpu_wait_s: float | None = None,
 ) -> Supply | None:
-    """What a loader's batches cost, by its rank's spans and what live tuning did to it; None: not measured.
+    """What a loader's batches cost; None where that was not measured.
 
-    ``thread_cpu_wait_s`` is how long the training thread, which fetches where there are no workers, had no CPU.
+    ``tuned`` is what live tuning did to the loader. ``thread_cpu_wait_s`` is how long the training thread, which
+    fetches where there are no workers, had no CPU.
     """
     if loader.batches == 0 or not loader.samples:
         return None
@@ -171,11 +171,11 @@ def measure_supply(
         return None
     outside_cpu_s = max(workers.process_cpu_s - workers.fetch_cpu_s, 0.0)
     working_s = workers.fetch_s + outside_cpu_s
-    # Handing a batch over happens beside waiting for the next order, so its CPU time is not idleness.
+    # A worker hands a batch over while it waits for the next indices: that CPU time is not idle time.
     idle_s = max(workers.idle_s - outside_cpu_s - _paused_s(loader.num_workers, workers, spans), 0.0)
     idle_share = idle_s / (idle_s + working_s)
     if tuned is not None and tuned.loader_id == loader.loader_id and tuned.moves and tuned.batches_per_s is not None:
-        # Workers on trial let others stand by, who rest: the rate tells how busy those are that serve.
+        # While live tuning tries other workers the old ones only stand by: the rate says how busy the others are.
         idle_share = max(1 - tuned.batches_per_s * working_s / workers.batches / loader.num_workers, 0.0)
     queueing_s = workers.cpu_wait_s
     return Supply(
@@ -195,11 +195,11 @@ def measure_supply(
 
 
 def _paused_s(number: int, workers: WorkerRecord, spans: Spans) -> float:
-    """Seconds of all workers in which training drew no batches, so that they had to be idle.
+    """Idle seconds of all workers while training drew no batches.
 
     That is validation, checkpoints, what the script does between two epochs, and what it does before the first step
-    when the workers have started. Workers that end with each pass do not live to see it: they cannot have paused for
-    longer than they lived beside the time in which training drew.
+    when the workers have started. Workers that end with each pass do not see all of it, so the pause is at most what
+    they lived beyond the time in which training drew batches.
     """
     buckets = sum_buckets(span.buckets for span in spans)
     pauses_s = paused_s(buckets) + rare_host_code_s(spans)
@@ -214,7 +214,7 @@ def _serial_supply(loader: LoaderRecord, spans: Spans, cpu_wait_s: float) -> Sup
         return None
     buckets = sum_buckets(span.buckets for span in spans)
     active_s = max(buckets.total_s - buckets.startup_s, 1e-9)
-    # The thread lacks a CPU as often while it fetches as at other times: nobody reads that clock at each batch.
+    # Assumes that the thread lacks a CPU as often while it fetches as at other times: it is not measured per batch.
     queue_s = min(batch_s * min(cpu_wait_s / active_s, 1.0), batch_s - batch_cpu_s)
     return Supply(
         workers=0,
@@ -229,13 +229,13 @@ def _serial_supply(loader: LoaderRecord, spans: Spans, cpu_wait_s: float) -> Sup
 
 
 def runs_ahead(loader: LoaderRecord) -> bool | None:
-    """Whether batches come no sooner to training that asks for them sooner; None where that cannot be told."""
+    """Whether the source makes samples at its own rate, so that asking sooner wins nothing; None where unknown."""
     if loader.wait_slope is None:
         return None
     slope, error = loader.wait_slope
-    if slope + error < -LIMITS.runs_ahead_share:
+    if slope + error < -THRESHOLDS.runs_ahead_share:
         return True
-    return False if slope - error > -LIMITS.runs_ahead_share else None
+    return False if slope - error > -THRESHOLDS.runs_ahead_share else None
 
 
 def loader_ceiling(
@@ -245,76 +245,76 @@ def loader_ceiling(
 
     Training that waits nearly always, for workers that are never idle, already takes all that the loader can give.
     """
-    saturated = wait_share >= LIMITS.starved_share and supply.idle_share <= LIMITS.never_idle_share
+    saturated = wait_share >= THRESHOLDS.starved_share and supply.idle_share <= THRESHOLDS.never_idle_share
     if supply.workers > 0 and saturated and delivered_samples_per_s is not None:
         return delivered_samples_per_s
     if supply.workers == 0:
-        runs_ahead = supply.runs_ahead and supply.waits  # and what it made meanwhile makes a wait short
+        runs_ahead = supply.runs_ahead and supply.waits
         return (delivered_samples_per_s if runs_ahead else None) or supply.worker_samples_per_s
     limits = [supply.workers * supply.worker_samples_per_s]
-    if supply.batch_cpu_s > 0 and (supply.busy_share is None or supply.busy_share >= LIMITS.cpu_bound_share):
+    if supply.batch_cpu_s > 0 and (supply.busy_share is None or supply.busy_share >= THRESHOLDS.cpu_bound_share):
         limits.append(usable_cpus * supply.samples_per_batch / supply.batch_cpu_s)
     if supply.main_cpu_s > 0:
         limits.append(supply.samples_per_batch / supply.main_cpu_s)
-    # What it gave, it can give: a worker's mean holds its slow first batches too.
+    # At least what it gave: a worker's mean includes its slow first batches.
     return max(min(limits), delivered_samples_per_s or 0.0)
 
 
-def find_limit(
+def find_bottleneck(
     wait_share: float,
-    behind_share: float,
+    after_loader_share: float,
     loader: LoaderRecord | None,
     supply: Supply | None,
     delivered_samples_per_s: float | None,
-    crowding: float,
-    confined: bool = False,
-) -> Limit:
-    """Which part of the input sets its rate.
+    threads_per_cpu: float,
+    bound_to_few_cpus: bool = False,
+) -> Bottleneck:
+    """Which part of data loading sets its rate.
 
-    ``behind_share`` is how much of the wait was for no loader; ``crowding``, workers and threads for each usable CPU;
-    ``confined`` workers may run on fewer CPUs than the job.
+    ``after_loader_share`` is how much of the wait was for no loader; ``threads_per_cpu`` counts workers and threads;
+    ``bound_to_few_cpus``, whether the workers may run on fewer CPUs than the job.
     """
-    if wait_share < LIMITS.data_wait_share:
-        return Limit.NOTHING
-    if behind_share > LIMITS.behind_loader_share:
-        return Limit.BEHIND
-    if loader is None or loader.num_workers == 0 or sampling_share(loader) >= LIMITS.sampling_share:
-        return Limit.SERIAL
+    if wait_share < THRESHOLDS.data_wait_share:
+        return Bottleneck.NONE
+    if after_loader_share > THRESHOLDS.after_loader_share:
+        return Bottleneck.AFTER_LOADER
+    if loader is None or loader.num_workers == 0 or sampling_share(loader) >= THRESHOLDS.sampling_share:
+        return Bottleneck.SERIAL
     if supply is None:
-        return Limit.UNKNOWN
-    if confined and queue_for_cpus(supply, LIMITS.confined_queueing_share):
-        return Limit.CONFINED
-    # Crowded workers also look idle: what queues for a CPU after its fetch, or before the next one, does not fetch.
-    if is_crowded(supply, crowding):
-        return Limit.CROWDED
-    if supply.idle_share >= LIMITS.idle_workers_share or _handover_explains(supply, delivered_samples_per_s):
-        return Limit.HANDOVER
+        return Bottleneck.UNKNOWN
+    if bound_to_few_cpus and queue_for_cpus(supply, THRESHOLDS.affinity_queueing_share):
+        return Bottleneck.AFFINITY
+    # Too many workers also look idle: they queue for a CPU after a fetch and before the next one as well.
+    if is_oversubscribed(supply, threads_per_cpu):
+        return Bottleneck.OVERSUBSCRIBED
+    if supply.idle_share >= THRESHOLDS.idle_workers_share or _handover_explains(supply, delivered_samples_per_s):
+        return Bottleneck.HANDOVER
     if supply.busy_share is not None:
-        return Limit.CPU if supply.busy_share >= LIMITS.cpu_bound_share else Limit.IO
-    if supply.batch_cpu_s >= LIMITS.cpu_bound_share * supply.batch_s:
-        return Limit.CPU
-    # Little CPU time can mean waiting for storage or queueing for a CPU; only a free CPU rules the second out.
-    return Limit.IO if crowding <= 1 else Limit.UNKNOWN
+        return Bottleneck.CPU if supply.busy_share >= THRESHOLDS.cpu_bound_share else Bottleneck.IO
+    if supply.batch_cpu_s >= THRESHOLDS.cpu_bound_share * supply.batch_s:
+        return Bottleneck.CPU
+    # Little CPU time can mean waiting for storage or for a CPU; only free CPUs rule the second out.
+    return Bottleneck.IO if threads_per_cpu <= 1 else Bottleneck.UNKNOWN
 
 
-def is_crowded(supply: Supply, crowding: float) -> bool:
+def is_oversubscribed(supply: Supply, threads_per_cpu: float) -> bool:
     """Whether workers and threads are so many that they queue for the CPUs."""
-    return crowding >= LIMITS.crowded_cpus and queue_for_cpus(supply, LIMITS.queueing_share)
+    return threads_per_cpu >= THRESHOLDS.threads_per_cpu and queue_for_cpus(supply, THRESHOLDS.queueing_share)
 
 
 def queue_for_cpus(supply: Supply, share: float) -> bool:
-    """Whether workers that compute are kept waiting for a CPU, for this share of the time that they could run."""
+    """Whether workers that compute wait for a CPU for this share of the time in which they could run."""
     if supply.queueing_share is None or supply.queueing_share < share:
         return False
-    # Workers that sleep or wait for storage may queue for the little they compute: that is not what takes their time.
-    return supply.busy_share is None or supply.busy_share >= LIMITS.cpu_bound_share
+    # Workers that mostly wait for storage may queue for the little they compute: that is not what takes their time.
+    return supply.busy_share is None or supply.busy_share >= THRESHOLDS.cpu_bound_share
 
 
 def _handover_explains(supply: Supply, delivered_samples_per_s: float | None) -> bool:
-    """Whether the CPU spent on pickling, sharing and rebuilding batches is what holds the input up."""
+    """Whether pickling, sharing and rebuilding batches takes so much CPU time that it sets the rate."""
     cost = max(supply.handover_main_share, supply.handover_worker_share)
-    if cost >= LIMITS.handover_share:
+    if cost >= THRESHOLDS.handover_share:
         return True
     capacity = supply.workers * supply.worker_samples_per_s
-    spare = delivered_samples_per_s is not None and capacity >= LIMITS.spare_capacity * delivered_samples_per_s
-    return spare and cost >= LIMITS.handover_share / 2
+    spare = delivered_samples_per_s is not None and capacity >= THRESHOLDS.spare_capacity * delivered_samples_per_s
+    return spare and cost >= THRESHOLDS.handover_share / 2

@@ -1,16 +1,13 @@
-"""A warning while a job runs: little GPU use, the likely bottleneck first, and the settings in force.
-
-The first line says what the time goes into; only settings that touch that are offered.
-"""
+"""A warning while a job runs: low GPU use, the likely bottleneck, and the settings that could help."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fulltilt.diagnosis.findings import BUCKET_WORDS, at
+from fulltilt.diagnosis.findings import BUCKET_WORDS, at, call_at
 from fulltilt.diagnosis.libraries import setting_name
 from fulltilt.diagnosis.loader_bottleneck import runs_ahead
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import capital, pct, percent
 from fulltilt.records import BUCKETS, Buckets, LoaderRecord, WorkerRecord
 
@@ -22,13 +19,13 @@ def low_gpu_warning(
     usable_cpus: float,
     workers: Iterable[WorkerRecord] = (),
 ) -> str | None:
-    """What holds the job up in the time that ``buckets`` describe, then a line a cure; None where there is nothing.
+    """The likely bottleneck by ``buckets``, then a line for each thing to change; None when all is well.
 
     ``util_pct`` is the GPU's utilisation; without a GPU it is None and the share of data wait decides.
     """
     active_s = buckets.total_s - buckets.startup_s
     share = buckets.data_wait_s / active_s if active_s > 0 else 0.0
-    if active_s <= 0 or (share < LIMITS.severe_share if util_pct is None else util_pct >= LIMITS.low_util_pct):
+    if active_s <= 0 or (share < THRESHOLDS.severe_share if util_pct is None else util_pct >= THRESHOLDS.low_util_pct):
         return None
     name = likely_cause(buckets) if util_pct is not None else "data_wait_s"
     cause = f"{BUCKET_WORDS[name]} takes {percent(getattr(buckets, name) / active_s)} of the training time"
@@ -43,7 +40,7 @@ def low_gpu_warning(
 
 
 def likely_cause(buckets: Buckets) -> str:
-    """The name of the bucket that keeps the GPU from its work most."""
+    """The bucket that most keeps the GPU idle."""
     idle = [name for name in BUCKETS if name not in ("startup_s", "compute_s")]
     largest = max(idle, key=lambda name: getattr(buckets, name))
     return "compute_s" if getattr(buckets, largest) < buckets.compute_s else largest
@@ -52,9 +49,9 @@ def likely_cause(buckets: Buckets) -> str:
 def _settings(
     wait_share: float, loader: LoaderRecord | None, usable_cpus: float, work: WorkerRecord | None
 ) -> list[str]:
-    starved = wait_share >= LIMITS.warn_share
+    starved = wait_share >= THRESHOLDS.warn_share
     if loader is None:
-        return ["make batches beside the training: a DataLoader with workers (current: none)"] if starved else []
+        return ["make batches while the GPU trains: use a DataLoader with workers (current: none)"] if starved else []
     workers = f"{setting_name(loader, 'num_workers')} (current: {loader.num_workers})"
     prefetch = f"{setting_name(loader, 'prefetch_factor')} (current: {loader.prefetch_factor or 2})"
     batch = f"batch_size (current: {loader.batch_size})"
@@ -62,12 +59,12 @@ def _settings(
         return [*([f"increase {batch}"] if loader.batch_size is not None else []), f"{workers} keeps up"]
     lines = [f"increase {workers}{at(loader.where)}"]
     computed_s = work.fetch_cpu_s + (work.cpu_wait_s or 0.0) if work is not None else 0.0
-    if not loader.num_workers and runs_ahead(loader) and loader.wait_cpu_s < LIMITS.cpu_bound_share * loader.wait_s:
+    if not loader.num_workers and runs_ahead(loader) and loader.wait_cpu_s < THRESHOLDS.cpu_bound_share * loader.wait_s:
         lines = [f"make the source of the batches faster{at(loader.where)}: a worker would wait for it as well"]
-    elif work is not None and loader.num_workers and computed_s < LIMITS.cpu_bound_share * work.fetch_s:
+    elif work is not None and loader.num_workers and computed_s < THRESHOLDS.cpu_bound_share * work.fetch_s:
         line = max(work.lines, key=lambda line: line.seconds, default=None)
-        place = f" in {line.call or line.function}{at(line.where)}" if line else at(loader.where)
-        lines = [f"the workers wait{place}, and do not compute: unless they wait for each other, increase {workers}"]
+        place = f" in {call_at(line)}" if line else at(loader.where)
+        lines = [f"the workers wait{place} instead of computing: unless they wait for each other, increase {workers}"]
     elif loader.num_workers >= max(usable_cpus - 1, 1):
         lines = [f"{workers} already fills the {usable_cpus:g} usable CPUs{at(loader.where)}"]
     elif loader.num_workers:

@@ -18,7 +18,7 @@ MIB, GIB = 1024**2, 1024**3
 
 @dataclass(frozen=True, slots=True)
 class LoaderPlan:
-    """The loader that the user means to run. What is None was not said and is assumed."""
+    """The loader that the user plans. None was not given and is assumed."""
 
     workers: int | None = None
     prefetch: int | None = None
@@ -26,16 +26,16 @@ class LoaderPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class PreflightLimits:
-    """Shares are of what is there: 0.8 of the memory, of /dev/shm, of the clock."""
+class PreflightThresholds:
+    """Shares are of the whole: 0.8 of the memory, of /dev/shm, of the clock."""
 
     # -- assumed where the user does not say
     prefetch: int = 2  # DataLoader's own default
     batch_bytes: int = 64 * 3 * 224 * 224 * 4  # a common batch: 64 images of 3 × 224 × 224 float32
 
     # -- host
-    shm_share: float = 0.8  # of what is free: collate holds a batch more than the queues do
-    memory_warn_share: float = 0.8  # the rest is where the page cache keeps the data set
+    shm_share: float = 0.8  # of what is free: collate holds one batch more than the queues
+    memory_warn_share: float = 0.8  # the rest is for the page cache, which keeps the data set
     memory_fail_share: float = 0.95  # the kernel's OOM killer is one batch away
 
     # -- GPU
@@ -43,12 +43,12 @@ class PreflightLimits:
     tenant_bytes: int = 64 * MIB  # the smallest CUDA context is about 100 MiB; less is a desktop's window
     temperature_margin_c: float = 5.0  # clocks begin to fall a few degrees before the limit itself
 
-    # -- storage, measured with one reader: workers read side by side, but a slow disk stays slow
+    # -- storage, measured with one reader: several workers read in parallel, but a slow disk stays slow
     sequential_bytes_per_s: float = 200e6  # a hard disk's best, or 1,500 JPEGs of 130 kB each second
     small_files_per_s: float = 500.0  # four workers then read 2,000 a second, what one GPU takes of 224 px images
 
 
-LIMITS = PreflightLimits()
+THRESHOLDS = PreflightThresholds()
 
 # --------------------------------------------------------------------------- gpu
 
@@ -110,8 +110,8 @@ def check_vram(gpus: Sequence[GpuReading]) -> CheckLine:
         if gpu.vram_used_bytes is not None and gpu.vram_total_bytes
     ]
     if not free:
-        return CheckLine("VRAM", "skip", "not told by this GPU")
-    low = [gpu for gpu in free if gpu[0] < LIMITS.vram_free_share * gpu[1]]
+        return CheckLine("VRAM", "skip", "this GPU does not report it")
+    low = [gpu for gpu in free if gpu[0] < THRESHOLDS.vram_free_share * gpu[1]]
     figure = "; ".join(f"GPU {index}: {used_of(left, all_)} free" for left, all_, index in low or [min(free)])
     if not low:
         return CheckLine("VRAM", "ok", figure)
@@ -119,34 +119,34 @@ def check_vram(gpus: Sequence[GpuReading]) -> CheckLine:
 
 
 def check_processes(gpus: Sequence[GpuReading]) -> CheckLine:
-    """Does somebody else compute on these GPUs?"""
+    """Do other processes compute on these GPUs?"""
     if all(gpu.processes is None for gpu in gpus):
-        return CheckLine("sharing", "skip", "the driver does not tell which processes are on the GPU")
+        return CheckLine("sharing", "skip", "the driver does not report which processes are on the GPU")
     tenants = [
         f"GPU {gpu.index}: {process.name or 'a process'} (pid {process.pid})"
         + ("" if process.vram_used_bytes is None else f" holds {size(process.vram_used_bytes)}")
         for gpu in gpus
         for process in gpu.processes or ()
-        if not process.ours and (process.vram_used_bytes is None or process.vram_used_bytes >= LIMITS.tenant_bytes)
+        if not process.ours and (process.vram_used_bytes is None or process.vram_used_bytes >= THRESHOLDS.tenant_bytes)
     ]
     if not tenants:
-        return CheckLine("sharing", "ok", "no other process on the GPU" if len(gpus) == 1 else "no others on the GPUs")
+        return CheckLine("sharing", "ok", f"no other process on the GPU{'s' if len(gpus) > 1 else ''}")
     more = len(tenants) - _SHOWN_TENANTS
     figure = "; ".join([*tenants[:_SHOWN_TENANTS], *([f"{more} more"] if more > 0 else [])])
-    remedy = "Unless it is your job, it takes time and memory from it. Pick a free GPU: CUDA_VISIBLE_DEVICES."
+    remedy = "It takes time and memory from your job. Pick a free GPU with CUDA_VISIBLE_DEVICES."
     return CheckLine("sharing", "warn", figure, remedy)
 
 
 def check_throttling(gpus: Sequence[GpuReading]) -> CheckLine:
     """Is a GPU slowed down right now?"""
     if all(gpu.throttle_reasons is None for gpu in gpus):
-        return CheckLine("throttling", "skip", "the driver does not tell")
+        return CheckLine("throttling", "skip", "the driver does not report it")
     slowed = [(gpu, reasons) for gpu in gpus if (reasons := slowing_reasons(gpu))]
     if not slowed:
         return CheckLine("throttling", "ok", "none")
-    told = (f"GPU {gpu.index}: {', '.join(reasons).replace('_', ' ')}{_clock(gpu)}" for gpu, reasons in slowed)
+    figures = (f"GPU {gpu.index}: {', '.join(reasons).replace('_', ' ')}{_clock(gpu)}" for gpu, reasons in slowed)
     remedy = _THROTTLE_REMEDIES.get(slowed[0][1][0], "See nvidia-smi -q -d PERFORMANCE.")
-    return CheckLine("throttling", "warn", "; ".join(told), remedy)
+    return CheckLine("throttling", "warn", "; ".join(figures), remedy)
 
 
 def _clock(gpu: GpuReading) -> str:
@@ -163,10 +163,10 @@ def check_temperature(gpus: Sequence[GpuReading]) -> CheckLine:
         if gpu.temperature_c is not None and gpu.temperature_limit_c is not None
     ]
     if not known:
-        return CheckLine("temperature", "skip", "the driver does not tell it together with its limit")
+        return CheckLine("temperature", "skip", "the driver does not report it together with its limit")
     margin, hottest, now, limit = min(known)
     figure = f"GPU {hottest}: {celsius(now)}, slows down at {celsius(limit)}"
-    if margin >= LIMITS.temperature_margin_c:
+    if margin >= THRESHOLDS.temperature_margin_c:
         return CheckLine("temperature", "ok", figure)
     remedy = "Improve the cooling, or lower the power: nvidia-smi -pl WATTS"
     return CheckLine("temperature", "fail" if margin <= 0 else "warn", figure, remedy)
@@ -185,7 +185,7 @@ PLACES = {
 
 
 def check_storage(storage: StorageReading) -> CheckLine:
-    """Does the data lie on something that reads fast enough?"""
+    """Is the data on storage that reads fast enough?"""
     if storage.files == 0:
         return CheckLine("data", "warn", f"there is no file in {storage.path}", "Check the folder given with --data.")
     cold = _rates(storage.sequential_cold_bytes_per_s, storage.small_cold_files_per_s)
@@ -211,12 +211,12 @@ def _rates(bytes_per_s: float | None, files_per_s: float | None) -> str:
 
 
 def is_slow(storage: StorageReading) -> bool | None:
-    """By what was measured uncached; without that, by the kind of disk; None where neither is known."""
+    """By uncached reads, or else by the kind of disk; None where neither is known."""
     sequential, small = storage.sequential_cold_bytes_per_s, storage.small_cold_files_per_s
     if sequential is None and small is None:
         return True if storage.kind in ("hdd", "network") else None
-    return (sequential is not None and sequential < LIMITS.sequential_bytes_per_s) or (
-        small is not None and small < LIMITS.small_files_per_s
+    return (sequential is not None and sequential < THRESHOLDS.sequential_bytes_per_s) or (
+        small is not None and small < THRESHOLDS.small_files_per_s
     )
 
 
@@ -225,32 +225,32 @@ def check_staging(storage: StorageReading, machine: Machine) -> CheckLine:
     if storage.kind == "tmpfs":
         return CheckLine("RAM disk", "ok", "the data is on one")
     if storage.total_bytes is None or storage.fits_in_ram is None:
-        return CheckLine("RAM disk", "skip", "the size of the set is not known")
+        return CheckLine("RAM disk", "skip", "the size of the data is not known")
     held = f"{'' if storage.counted_fully else 'at least '}{size(storage.total_bytes)}"
     slow = is_slow(storage)
     if not storage.fits_in_ram:
-        figure = f"the set ({held}) does not fit in RAM, so every epoch reads the disk"
+        figure = f"the data ({held}) does not fit in RAM, so every epoch reads the disk"
         if not slow:
             return CheckLine("RAM disk", "ok", figure)
-        return CheckLine("RAM disk", "warn", figure, "Store the set smaller (resized, uint8) or on a faster disk.")
+        return CheckLine("RAM disk", "warn", figure, "Store it smaller (resized, uint8) or on a faster disk.")
     if not slow:
-        return CheckLine("RAM disk", "ok", f"not needed: the set ({held}) stays cached after one epoch")
-    copy = "Mount a tmpfs of that size and copy the set there."
+        return CheckLine("RAM disk", "ok", f"not needed: the data ({held}) stays cached after one epoch")
+    copy = "Mount a tmpfs of that size and copy the data there."
     if machine.shm_free_bytes is not None and machine.shm_free_bytes > storage.total_bytes:
         copy = f"cp -r {shlex.quote(storage.path)} /dev/shm/"
-    return CheckLine("RAM disk", "warn", f"would help, and the set ({held}) fits", copy)
+    return CheckLine("RAM disk", "warn", f"would help, and the data ({held}) fits", copy)
 
 
 # --------------------------------------------------------------------------- host
 
 
 def whole_cpus(machine: Machine) -> int:
-    """Whole CPUs that this process may use, at least one: the workers to start from."""
+    """Whole CPUs that this process may use, at least one: the number of workers to start from."""
     return max(1, math.floor(machine.cpu.usable))
 
 
 def check_cpus(machine: Machine, plan: LoaderPlan) -> CheckLine:
-    """May the job use the CPUs that it sees, and are there enough for its workers?"""
+    """May the job use all CPUs, and are there enough for its workers?"""
     cpu = machine.cpu
     figure = f"{number(cpu.usable)} of {cpu.present} usable"
     if cpu.quota is not None and cpu.quota < min(cpu.present, cpu.affinity):
@@ -259,17 +259,17 @@ def check_cpus(machine: Machine, plan: LoaderPlan) -> CheckLine:
         figure += f" (affinity: {cpu.affinity})"
     fitting = whole_cpus(machine)
     if plan.workers is not None and plan.workers > fitting:
-        remedy = f"Start from {count('worker', fitting)}: past the CPUs, more workers are slower."
+        remedy = f"Start with {count('worker', fitting)}: more workers than CPUs are slower."
         return CheckLine("CPUs", "warn", f"{figure}, {plan.workers} workers asked for", remedy)
     if cpu.usable >= cpu.present:
         return CheckLine("CPUs", "ok", figure)
     limits = "docker run --cpus, limits.cpu, --cpus-per-task"
-    remedy = f"Size workers and threads by {fitting}, not by os.cpu_count(), or raise the limit ({limits})."
+    remedy = f"Plan for {count('CPU', fitting)}, not for os.cpu_count(), or raise the limit ({limits})."
     return CheckLine("CPUs", "warn", figure, remedy)
 
 
 def check_memory(machine: Machine, sample: Sample | None, plan: LoaderPlan) -> CheckLine:
-    """Is there memory left for the job, under the limit that holds for it?"""
+    """Is there memory left for the job, within its limit?"""
     cap = min((cap for cap in (machine.mem_limit_bytes, machine.mem_total_bytes) if cap), default=None)
     if cap is None:
         return CheckLine("memory", "skip", "not measured here")
@@ -280,33 +280,33 @@ def check_memory(machine: Machine, sample: Sample | None, plan: LoaderPlan) -> C
     figure = f"{used_of(used, cap)}{limited} used"
     if plan.workers:
         figure += f", {size(max(0, cap - used) // plan.workers)} left for each of {count('worker', plan.workers)}"
-    if used < LIMITS.memory_warn_share * cap:
+    if used < THRESHOLDS.memory_warn_share * cap:
         return CheckLine("memory", "ok", figure)
-    remedy = "End what is not needed, or use fewer workers and a shorter queue."
-    return CheckLine("memory", "fail" if used >= LIMITS.memory_fail_share * cap else "warn", figure, remedy)
+    remedy = "End other processes, or use fewer workers and a smaller prefetch."
+    return CheckLine("memory", "fail" if used >= THRESHOLDS.memory_fail_share * cap else "warn", figure, remedy)
 
 
 def check_shm(machine: Machine, plan: LoaderPlan) -> CheckLine:
-    """Do the batches that the workers hold ready fit into shared memory?"""
+    """Do the batches that the workers keep ready fit into shared memory?"""
     if machine.shm_free_bytes is None:
         return CheckLine("/dev/shm", "skip", "there is none here")
     free, said, flag = machine.shm_free_bytes, "free", "--shm-size"
     if machine.mem_limit_bytes is not None and machine.mem_limit_bytes < free:
-        # What lies in shared memory counts against the memory limit too.
+        # Shared memory counts against the memory limit too.
         free, said, flag = machine.mem_limit_bytes, "allowed", "--memory"
     workers = whole_cpus(machine) if plan.workers is None else plan.workers
-    prefetch = LIMITS.prefetch if plan.prefetch is None else plan.prefetch
-    batch_bytes = LIMITS.batch_bytes if plan.batch_bytes is None else plan.batch_bytes
+    prefetch = THRESHOLDS.prefetch if plan.prefetch is None else plan.prefetch
+    batch_bytes = THRESHOLDS.batch_bytes if plan.batch_bytes is None else plan.batch_bytes
     need = workers * prefetch * batch_bytes
     given = {"workers": plan.workers, "prefetch": plan.prefetch, "batch": plan.batch_bytes}
     assumed = [name for name, value in given.items() if value is None]
     figure = f"{size(free)} {said}, {size(need)} needed: {count('worker', workers)} × {prefetch} × {size(batch_bytes)}"
     figure += f" ({', '.join(assumed)} assumed)" if assumed else ""
-    if need <= LIMITS.shm_share * free:
+    if need <= THRESHOLDS.shm_share * free:
         return CheckLine("/dev/shm", "ok", figure)
-    # An assumption proves nothing: only what the user named can fail.
+    # Only what the user named can fail, not what was assumed.
     fails = need > free and not assumed
-    wanted_gib = math.ceil(need / LIMITS.shm_share / GIB)
+    wanted_gib = math.ceil(need / THRESHOLDS.shm_share / GIB)
     remedy = f"Enlarge it (docker run {flag}={wanted_gib}g), or use fewer workers or a smaller prefetch."
     return CheckLine("/dev/shm", "fail" if fails else "warn", figure, remedy)
 
@@ -320,7 +320,7 @@ def preflight(
     sample: Sample | None = None,
     plan: LoaderPlan | None = None,
 ) -> tuple[CheckLine, ...]:
-    """Every line of the preflight. GPUs are judged by ``sample`` where it has some, else by the machine's reading."""
+    """All lines of the preflight. GPUs are taken from ``sample`` if it has any, else from the machine's reading."""
     plan = plan or LoaderPlan()
     gpus = sample.gpus if sample is not None and sample.gpus else machine.gpus
     lines = [check_presence(machine, gpus), check_cuda(machine, gpus)]
@@ -328,7 +328,7 @@ def preflight(
         lines += [check(gpus) for check in (check_vram, check_processes, check_throttling, check_temperature)]
     lines += [check_cpus(machine, plan), check_memory(machine, sample, plan), check_shm(machine, plan)]
     if storage is None:
-        lines.append(CheckLine("data", "skip", "not looked at", "Name the folder of your data: --data DIR"))
+        lines.append(CheckLine("data", "skip", "not checked", "Name the folder of your data: --data DIR"))
     else:
         lines += [check_storage(storage), check_staging(storage, machine)]
     return tuple(lines)

@@ -1,7 +1,7 @@
-"""The ranks of a job step by step: which came last to the exchange, by how much, and whether it is always the same.
+"""The ranks of a job step by step: which was last at the exchange, by how much, and whether it is always the same.
 
-Steps are aligned by their number, never by a clock: all ranks leave the exchange of a step together, and who works
-longer before it lets the others wait. A window is a few steps, as many as the ranks' spans tell apart.
+Steps are aligned by their number, never by a clock: all ranks leave the exchange of a step together, and those that
+worked less before it wait for the others. A window is a few steps, the fewest that the ranks' spans resolve.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from math import comb
 from statistics import median
 
 from fulltilt.diagnosis.ledger import hung_after_s, wall_seconds
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.records import Buckets, RankRecord, RankSummary, Run, Span
 
 MOST_WINDOWS = 400
-# The first steps warm up, on each rank for another time.
+# The first steps warm up, for a different time on each rank.
 WARMING_UP = 2
-# From so many windows on in which a rank came clearly last it can be told whether it is always the same.
+# The fewest windows with a clearly late rank from which one can tell whether it is always the same.
 LEAST_EVENTS = 8
 
 
@@ -51,9 +51,9 @@ def _at(work: Work, step: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A few steps: what each rank worked in them, which came last, and by how much it was behind the others' middle.
+    """A few steps: how long each rank worked in them, which was last, and how late compared with the others' median.
 
-    ``data_wait_s`` is how much longer that one waited for data.
+    ``data_wait_s`` is how much longer the last one waited for data.
     """
 
     steps: int
@@ -65,7 +65,7 @@ class Window:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """All windows of a run. Ranks are given by their place among the run's."""
+    """All windows of a run. Ranks are indices into the run's ranks."""
 
     windows: tuple[Window, ...]
     hosts: tuple[str, ...]
@@ -73,39 +73,42 @@ class RankSteps:
 
     @cached_property
     def events(self) -> list[Window]:
-        """The windows in which a rank came clearly last."""
-        least_s = LIMITS.late_share * self.step_s
+        """The windows in which a rank was clearly late."""
+        least_s = THRESHOLDS.late_share * self.step_s
         return [window for window in self.windows if window.late_s >= least_s * window.steps]
 
     @cached_property
     def late_s(self) -> float:
-        """What the others waited for whoever came last, over all events."""
+        """How long the others waited for the last rank, over all events."""
         return sum(window.late_s for window in self.events)
 
     def steady(self) -> tuple[int, ...]:
-        """The rank that comes last again and again, or all ranks of such a machine; none if that may be chance."""
+        """The rank that is last most of the time, or all ranks of such a machine; none if that may be chance."""
         events, ranks = len(self.events), len(self.hosts)
         if events < LEAST_EVENTS or ranks < 2:
             return ()
         last, times = Counter(window.last for window in self.events).most_common(1)[0]
-        if times / events >= LIMITS.steady_share and _by_chance(times, events, 1 / ranks) < LIMITS.chance:
+        if times / events >= THRESHOLDS.steady_share and _by_chance(times, events, 1 / ranks) < THRESHOLDS.chance:
             return (last,)
         host, times = Counter(self.hosts[window.last] for window in self.events).most_common(1)[0]
         there = tuple(rank for rank, own in enumerate(self.hosts) if own == host)
-        if times / events >= LIMITS.steady_host_share and _by_chance(times, events, len(there) / ranks) < LIMITS.chance:
+        if (
+            times / events >= THRESHOLDS.steady_host_share
+            and _by_chance(times, events, len(there) / ranks) < THRESHOLDS.chance
+        ):
             return there
         return ()
 
     def last_share(self, rank: int) -> float:
-        """In how much of the events this rank came last."""
+        """The share of the events in which this rank was last."""
         return sum(window.last == rank for window in self.events) / len(self.events) if self.events else 0.0
 
     def usual_s(self, rank: int) -> float:
-        """This rank's own work in a usual step."""
+        """This rank's own work in a typical step."""
         return median(window.own_s[rank] / window.steps for window in self.windows)
 
     def past_speed(self, rank: int) -> float | None:
-        """How fast it is in its last steps beside its first; None for few steps."""
+        """This rank's speed in its last steps over that in its first; None for few steps."""
         third = len(self.windows) // 3
         if third < LEAST_EVENTS:
             return None
@@ -164,18 +167,18 @@ def compare_ranks(run: Run, each: list[Buckets], steps: RankSteps | None = None)
 
 
 def _by_chance(times: int, events: int, probability: float) -> float:
-    """How likely it is that one of equal ranks comes last so often."""
+    """How likely it is that one of equal ranks is last so often."""
     return sum(comb(events, k) * probability**k * (1 - probability) ** (events - k) for k in range(times, events + 1))
 
 
-# --------------------------------------------------------------------------- a job that stands still
+# --------------------------------------------------------------------------- a job that makes no steps
 
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """No rank has made a step for ``for_s``: some wait in a collective for those that are ``missing`` from it.
+    """No rank has made a step for ``for_s``: the ``waiting`` ranks wait in a collective for the ``missing`` ones.
 
-    ``silent_s`` is how long each of the missing has written nothing; None where it still does.
+    With each missing rank: how many seconds it has written nothing; None where it still writes.
     """
 
     for_s: float
@@ -184,7 +187,7 @@ class Standstill:
 
 
 def standstill(run: Run) -> Standstill | None:
-    """Where the ranks of a job stand that makes no steps, as far as they wrote it down; None while it goes on."""
+    """Which ranks wait for which in a job that makes no steps; None while it goes on."""
     ends_s = [span.t1_s for spans in run.spans for span in spans if span.steps]
     alive = [rank for rank in run.ranks if not rank.finished]
     if len(run.ranks) < 2 or not ends_s or not alive or run.run.state == "done":
@@ -193,9 +196,9 @@ def standstill(run: Run) -> Standstill | None:
     for_s = now_s - max(ends_s)
     if for_s < hung_after_s(run):
         return None
-    silent_s = LIMITS.silent_s * max(len(run.ranks) / 64, 1)  # very many ranks write less often
+    silent_s = THRESHOLDS.silent_s * max(len(run.ranks) / 64, 1)  # very many ranks write less often
     silent = [rank for rank in alive if now_s - rank.t1_s > silent_s]
-    # Who has a record and is in no collective keeps the others waiting; if all are, or none, the steps made may tell.
+    # A rank that is alive but in no collective keeps the others waiting; if that tells nothing, the steps made may.
     since = [(rank, rank.under_way) for rank in alive]
     in_collective = [r for r, span in since if span and 2 * span.buckets.communication_s >= span.t1_s - span.t0_s]
     missing = silent or [rank for rank in alive if rank not in in_collective]
@@ -204,5 +207,5 @@ def standstill(run: Run) -> Standstill | None:
         missing = [rank for rank in alive if rank.steps == fewest]
     if not missing or len(missing) == len(alive):
         return None
-    told = tuple((rank, now_s - rank.t1_s if rank in silent else None) for rank in missing)
-    return Standstill(for_s, told, tuple(rank for rank in alive if rank not in missing))
+    silences = tuple((rank, now_s - rank.t1_s if rank in silent else None) for rank in missing)
+    return Standstill(for_s, silences, tuple(rank for rank in alive if rank not in missing))

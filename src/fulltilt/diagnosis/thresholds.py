@@ -9,76 +9,76 @@ from dataclasses import dataclass
 class Thresholds:
     """Shares are of the time after start-up unless the name says otherwise; 0.1 is a tenth."""
 
-    # -- how loud a finding is: by the share of time that it costs
-    warn_share: float = 0.10  # Amdahl: a tenth can win at most 1.11 ×; below that nobody changes a job for it
+    # -- severity, by the share of time that a finding costs
+    warn_share: float = 0.10  # Amdahl: a tenth can win at most 1.11 ×; less is not worth changing a job for
     severe_share: float = 0.30  # a third can win 1.4 × and more: the first thing to do
 
-    # -- from which length on a run is judged
-    longest_too_short_s: float = 1.0  # of training: a hundred looks at the stack, each good for one per cent
+    # -- how long a run must be to be judged
+    longest_too_short_s: float = 1.0  # of training: a hundred stack samples, each worth one per cent
 
-    # -- from when on a job hangs: so long after its last step, and so many times as long as a step takes
-    hung_s: float = 10.0  # a save or a pass that begins takes less in most jobs
+    # -- a job hangs: at least this long after its last step, and this many times the length of a step
+    hung_s: float = 10.0  # a save or an epoch restart takes less in most jobs
     hung_steps: float = 20.0  # where a step alone takes seconds
-    silent_s: float = 5.0  # a process writes its record each second: it is stopped, or its machine is gone
+    silent_s: float = 5.0  # a process writes its record every second: it was stopped, or its machine is gone
 
     slowing_least_s: float = 8.0  # of training, before early and late are compared: caches and clocks have settled
-    slowing_growth: float = 0.25  # of a step; neighbours and caches move steps by a tenth, and not steadily
+    slowing_growth: float = 0.25  # of a step; other jobs and caches change steps by a tenth, and not steadily
 
-    # -- from which share on a cause is reported at all (below warn_share it is a remark behind a healthy verdict)
+    # -- the smallest share that is reported (below warn_share it is a remark after a healthy verdict)
     data_wait_share: float = 0.05  # a healthy loader's next() costs 1 to 3 % on small CPU jobs
-    epoch_turnover_share: float = 0.05  # one pass of a minute loses 1 to 2 s to respawned workers
+    epoch_restart_share: float = 0.05  # one pass of a minute loses 1 to 2 s to respawned workers
     transfer_share: float = 0.05  # pinned, overlapped copies leave under 1 % of idle time
     sync_share: float = 0.05  # one .item() a step at a full queue costs about the launch latency, 1 to 3 %
     short_kernel_s: float = 25e-6  # about what a launch costs the host on a current machine
     launch_share: float = 0.10  # short gaps between kernels are normal; a tenth idle means the host sets the pace
-    seldom_code_part: float = 0.8  # what few steps must hold of the host code to be called its place
+    seldom_code_part: float = 0.8  # of the host code is in few steps: then it does not come with every step
     seldom_steps_share: float = 0.1  # one step in ten or fewer
     guilty_function_share: float = 0.25  # of host code; a trainer's own overhead is dozens of functions with 2 to 12 %
-    telling_line_share: float = 0.02  # of a cause; a line below was met by a look or two, by chance
+    telling_line_share: float = 0.02  # of a cause; a line below that was in a stack sample or two, by chance
     host_code_share: float = 0.05  # progress bars and schedulers stay under 3 % of a 10 ms step
-    launch_contended_share: float = 0.05  # a free CPU is had within microseconds: a quiet machine stays under 1 %
+    launch_contended_share: float = 0.05  # a thread gets a free CPU within microseconds: usually under 1 %
     busy_thread_share: float = 0.10  # writers of logs and progress bars stay under 2 %
     gil_contended_share: float = 0.05  # a thread that computes alone runs in 99 % of its time on a quiet machine
-    cpus_full_share: float = 0.6  # of the usable CPUs: what the job itself keeps busy is then why none is free
-    validation_share: float = 0.20  # validation is wanted work; a fifth of the job is what people still accept
-    small_validation_share: float = 0.05  # of the whole wall time: by Amdahl, without it nobody's day is shorter
+    cpus_full_share: float = 0.6  # of the usable CPUs kept busy by the job: then the job itself is why none is free
+    validation_share: float = 0.20  # validation is wanted work; people accept up to a fifth of the job
+    small_validation_share: float = 0.05  # of the whole wall time: by Amdahl, less is not worth changing
     recompiling_share: float = 0.03  # a last, smaller batch costs one recompilation; hours of training hide it
     gc_share: float = 0.03  # a loop of tensors collects in well under 1 % of its time
     checkpoint_share: float = 0.05  # a checkpoint every few minutes costs under 2 %
     straggler_share: float = 0.05  # ranks on one machine differ by 1 to 3 % without any cause
-    searches_in_vain: int = 4  # steps without an unused parameter; a part that is skipped now and then shows in fewer
-    late_share: float = 0.05  # of a step: by less than that any rank comes last now and then
+    searches_in_vain: int = 4  # steps without an unused parameter; parts that are skipped sometimes show by then
+    late_share: float = 0.05  # of a step: any rank is late by less than that now and then
     steady_share: float = 0.6  # of the steps with a late rank: the same one in most of them
-    steady_host_share: float = 0.8  # the same for all ranks of a machine, which come last more often by chance
-    slowed_down: float = 0.8  # of a rank's own first speed: worth a word where it is the late one
-    chance: float = 1e-3  # how likely equal ranks may look so unequal; thousands of runs are looked at
-    wandering_share: float = 0.10  # a late rank that changes costs; schedulers alone make 3 to 6 % on a busy machine
-    communication_share: float = 0.10  # DDP hides the exchange behind backward but for its last bucket
+    steady_host_share: float = 0.8  # the same for all ranks of a machine: one of several is last more often by chance
+    slowed_down: float = 0.8  # of a rank's speed in its first steps: worth mentioning where it is the late one
+    chance: float = 1e-3  # how likely equal ranks may look so unequal: thousands of runs are judged
+    wandering_share: float = 0.10  # one rank late, then another; schedulers alone cost 3 to 6 % on a busy machine
+    communication_share: float = 0.10  # DDP overlaps the exchange with backward, except for its last bucket
 
-    # -- the loader: which part of it limits
+    # -- which part of the loader is its bottleneck
     cpu_bound_share: float = 0.5  # more than half of a fetch on, or queueing for, a CPU: computing, not waiting
-    idle_workers_share: float = 0.3  # workers with nothing to do for a third of their time are not the limit
+    idle_workers_share: float = 0.3  # workers that idle for a third of their time are fast enough
     storage_read_bytes_per_s: float = 1e6  # less than a megabyte a second keeps no disk and no network busy
     small_read_bytes: float = 48e3  # PIL reads large files in pieces of 64 KiB; below, files are small or scattered
-    cold_factor: float = 3.0  # by which a first pass must read, and wait, more than later ones
+    cold_factor: float = 3.0  # how many times as much a first pass must read, and wait, as later ones
     cold_bytes: float = 10e6  # less is read within a second by any disk
     pickled_bytes: float = 10e6  # a worker's arguments without data take kilobytes
-    pickling_start_s: float = 5.0  # of start-up that nobody would want to wait for
+    pickling_start_s: float = 5.0  # of start-up: long enough to be annoying
     handover_share: float = 0.5  # more CPU in pickling and rebuilding than in fetching, or than in real waiting
-    runs_ahead_share: float = 0.5  # of a pause, by which the next wait is shorter: what a worker wins is the other half
-    sampling_share: float = 0.5  # of the fetching: what workers could take over is the smaller part
+    runs_ahead_share: float = 0.5  # of a pause, by which the next wait is shorter: a worker wins the other half
+    sampling_share: float = 0.5  # of the fetching: workers could take over the smaller part only
     cheap_fetch_share: float = 0.5  # of the wait for a batch: fetching it on the training thread would halve the wait
-    spare_capacity: float = 2.0  # workers that could give twice what arrives are not the limit either
-    behind_loader_share: float = 0.5  # of the wait: the larger part of it is what has to change
+    spare_capacity: float = 2.0  # workers that could give twice what arrives are fast enough, too
+    after_loader_share: float = 0.5  # of the wait: the larger part has to change
     starved_share: float = 0.9  # training that waits nine tenths of its time takes all that the loader gives
     never_idle_share: float = 0.05  # workers idle less than this are at their full rate
     queueing_share: float = 0.4  # two runnable processes for each CPU queue half of their time
-    confined_queueing_share: float = 0.2  # two on one CPU queue half of their time; neighbours cost a tenth
-    crowded_cpus: float = 2.0  # workers and threads for each usable CPU from which queueing is their own doing
-    no_cpu_free: float = 0.9  # of all CPUs in use, on average: nobody finds a free one
-    loading_cpu_share: float = 0.15  # of the CPUs that a job computes on: without it compute has a fifth more
-    beside_compute_share: float = 0.02  # of the CPUs: what workers take is then more than the error of a rate
-    others_share: float = 0.4  # of the CPUs that the job may use: from there on others make it queue
+    affinity_queueing_share: float = 0.2  # two on one CPU queue half of their time; other jobs cost a tenth
+    threads_per_cpu: float = 2.0  # workers and threads for each usable CPU: from here on they make each other queue
+    no_cpu_free: float = 0.9  # of all CPUs in use, on average: there is hardly a free one
+    loading_cpu_share: float = 0.15  # of the CPUs that a job computes on: without loading, compute has a fifth more
+    beside_compute_share: float = 0.02  # of the CPUs: more than the error of a rate
+    others_share: float = 0.4  # of the CPUs that the job may use: from here on others make it queue
 
     # -- what to expect from a change
     recovered_low: float = 0.5  # half of a cause removed is the cautious end of a prediction
@@ -87,19 +87,19 @@ class Thresholds:
     handing_over_s: float = 0.002  # a small batch from a worker to the training thread, on two busy Arm cores
     # Rates of one job in two runs differ by so much: a prediction from one cannot be truer (docs/benchmarks/tuning.md).
     rate_error: float = 0.08
-    in_vain_share: float = 0.5  # of all waiting for data: one wait without an end makes the rates mean nothing
-    deep_queue: int = 8  # batches a worker: a queue evens out no more
+    in_vain_share: float = 0.5  # of the data wait: one wait that never ends makes the rates mean nothing
+    deep_queue: int = 8  # batches per worker: a longer queue evens out no more
     contended_share: float = 0.3  # of fetching: two workers that share one lock all the time wait half of theirs
-    worker_headroom: float = 1.15  # workers above the bare need, so that uneven batches do not empty the queue
+    worker_headroom: float = 1.15  # more workers than just needed, so that uneven batches do not empty the queue
     waiting_workers_per_cpu: float = 4.0  # workers that wait for storage use little CPU; more than this only add RAM
     oversubscription_loss: float = 2.1  # CLIP on 16 cores: 1489 samples/s at 12 workers, 712 at 16
     async_checkpoint_part: float = 0.2  # copying a state to host memory takes about a fifth of serialising it
-    stray_part: float = 0.05  # of saving or validating: so much is booked beside its place, by samples of the stack
+    stray_part: float = 0.05  # of saving or validating: so much may be booked elsewhere, since stacks are only sampled
     checkpoint_target_share: float = 0.02  # to which "save every k-th time" brings a checkpoint
-    waiting_validation_share: float = 0.2  # of validation, in which it waits for data: workers are worth their start
+    waiting_validation_share: float = 0.2  # of validation, spent waiting for data: then workers are worth their start
     validation_target_share: float = 0.10  # to which "validate every k-th time" brings validation
 
-    many_operations: int = 500  # a step: of networks made of layers, only deep ones have more, and those long ones
+    many_operations: int = 500  # per step: only deep networks have more, and their operations are longer
     short_operation_s: float = 25e-6  # with its backward; on numbers alone both take 13 to 17 µs on a Xeon of 2.5 GHz
 
     # -- the GPU
@@ -120,16 +120,16 @@ class Thresholds:
     tf32_to_half_speed: tuple[float, float] = (1.1, 1.8)  # half the bytes and twice the rate of TF32
     tensor_cores_used_share: float = 0.1  # of the time: an fp32 job with this much uses TF32 whatever its flags say
     throttled_share: float = 0.10  # of the samples; shorter spells are boost clocks settling
-    idle_gpu_pct: float = 5.0  # busy for less of the time, a GPU has nobody who computes on it
-    power_capped_clock: float = 0.85  # a GPU at its power limit is doing its work unless the clock falls below this
+    idle_gpu_pct: float = 5.0  # of the time: below, no other process computes on that GPU
+    power_capped_clock: float = 0.85  # a GPU at its power limit is fine unless its clock falls below this
 
     # -- the machine
     ram_full_share: float = 0.92  # of the limit; the kernel starts to reclaim hard and the OOM killer is near
     swap_in_bytes_per_s: float = 1e6  # reading back a megabyte of swap each second is thrashing, not tidying up
-    growth_seen_s: float = 3.0  # of steady growth, behind as much before: what workers fill at first is full by then
+    growth_seen_s: float = 3.0  # of growth in the later half of its life: buffers that fill at first are full then
     stream_growth_s: float = 120.0  # the same of an IterableDataset, which may fill a shuffle buffer of gigabytes first
-    growth_passes: float = 3.0  # over all samples, by each worker: of a random order it has then met 95 %
-    growth_bytes: float = 16e6  # of one worker meanwhile; allocators keep more or less by a few megabytes
+    growth_passes: float = 3.0  # over the data set, by each worker: in random order it has then met 95 % of the samples
+    growth_bytes: float = 16e6  # of one worker meanwhile; allocators vary by a few megabytes
     shm_share: float = 0.5  # of /dev/shm: uneven batches and several ranks can double the estimate
 
     # -- the checklist
@@ -138,4 +138,4 @@ class Thresholds:
     check_speed_share: float = 0.80  # of the compute ceiling
 
 
-LIMITS = Thresholds()
+THRESHOLDS = Thresholds()

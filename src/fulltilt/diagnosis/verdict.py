@@ -9,7 +9,7 @@ from fulltilt.diagnosis.findings import BUCKET_WORDS, amdahl
 from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
 from fulltilt.diagnosis.rules.live_tuning import changes, live_words
 from fulltilt.diagnosis.stragglers import Standstill, standstill
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import capital, count, number, percent, seconds, speedup, times
 from fulltilt.records import BUCKETS, Finding, RankRecord, Run, RunRecord, Verdict
 
@@ -21,18 +21,17 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
     ended = _ending(evidence.run, evidence.throughput.steps)
     if not findings and evidence.too_short:
         seen = f"{count('step', evidence.throughput.steps)} in {seconds(evidence.active_s)} after start-up"
-        short = evidence.active_s <= LIMITS.longest_too_short_s
-        wanted = f"more than {seconds(LIMITS.longest_too_short_s)}" if short else "more steps"
+        short = evidence.active_s <= THRESHOLDS.longest_too_short_s
+        wanted = f"more than {seconds(THRESHOLDS.longest_too_short_s)}" if short else "more steps"
         return Verdict("too_short", 0.0, f"Too short to tell: {seen}; let it train for {wanted}{ended}.")
     if not findings:
-        # No rule found anything and compute does not dominate: name what does, and that its cause is not known.
+        # No rule found anything and compute does not dominate: name the largest bucket.
         largest = max((b for b in BUCKETS if b != "startup_s"), key=lambda bucket: getattr(evidence.buckets, bucket))
         share = evidence.share(getattr(evidence.buckets, largest))
-        name = largest.removesuffix("_s").replace("_", " ")
-        told = f"No cause found: {name} takes {percent(share)} of the time after start-up"
+        sentence = f"No cause found: {BUCKET_WORDS[largest]} takes {percent(share)} of the time after start-up"
         if largest == "compute_s" and evidence.collectives_unmeasured:
-            told += ", with what the ranks wait for each other's parameters in it, which is not measured"
-        return Verdict("unexplained", share, f"{told}{ended}.")
+            sentence += ", including the time that ranks wait for each other's parameters, which is not measured"
+        return Verdict("unexplained", share, f"{sentence}{ended}.")
     first = findings[0]
     tuned = "" if evidence.live is None else f"; {live_words(evidence.live)}"
     return Verdict(first.code, first.share, f"{_sentence(evidence, first)}{tuned}{ended}.")
@@ -40,42 +39,36 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
 
 # --------------------------------------------------------------------------- sentences
 
-_DATA_WAIT = "{trainee} waits for data in {share}{gain}"
+_DATA_WAIT = "{trainee} waits for data {share}{gain}"
 
-# A finding's code in the words of the field, and the sentence behind them; {share} is of the time after start-up.
-# {win} is a bound: the time that is counted goes away, and no other. {guess} is none: what else it slows is not
-# counted, or it does not go away altogether. Where there is no template the sentence is put together below.
+# For each finding code its title and the sentence that follows it. {share} is of the time after start-up. {win} is an
+# upper bound: only the time that is counted goes away. {guess} is not: the cause may slow other things, or not go away
+# altogether. Where there is no template the sentence is made below.
 WORDS: dict[str, tuple[str, str | None]] = {
-    "input_serial": ("Data loading: no workers", "{trainee} waits for data in {share}{idle}{gain}"),
+    "input_serial": ("Data loading: no workers", "{trainee} waits for data {share}{idle}{gain}"),
     "input_cpu_bound": ("Data loading: CPU-bound", _DATA_WAIT),
     "input_io_bound": ("Data loading: I/O-bound", _DATA_WAIT),
-    "slow_storage": ("Data loading: slow storage", "{trainee} waits for data in {share}{win}"),
+    "slow_storage": ("Data loading: slow storage", "{trainee} waits for data {share}{win}"),
     "input_handover": ("Data loading: slow hand-over from the workers", _DATA_WAIT),
-    "epoch_restart": ("A pause at each epoch's start", "starting {passes} over the data takes {share}{win}"),
+    "epoch_restart": ("Epoch restarts", "restarting the loader for each epoch takes {share}{win}"),
     "dataset_pickled": ("Data set pickled to every worker", "{fact}{win}"),
-    "transfer_blocking": (
-        "Blocking copies to the GPU",
-        "the GPU is idle in {share} while batches are copied to it{place}{win}",
-    ),
-    "sync_point": (
-        "Host waits for the GPU",
-        "the GPU is idle in {share} because the script waits for its results{place}{win}",
-    ),
-    "launch_bound": ("Launch-bound", "the GPU is idle between kernels in {share}{win}"),
+    "transfer_blocking": ("Blocking copies to the GPU", "the GPU idles {share} while batches are copied{place}{win}"),
+    "sync_point": ("Host waits for the GPU", "the GPU idles {share} because the script waits for it{place}{win}"),
+    "launch_bound": ("Launch-bound", "the GPU idles between kernels {share}{win}"),
     "batch_too_small": ("Batch too small", "it does not fill the GPU{win}"),
     "precision_unused": ("Tensor cores unused", "the model computes in float32{guess}"),
-    "free_switches": ("Free switches unused", "{fact}{win}"),
+    "free_switches": ("PyTorch performance flags unused", "{fact}{win}"),
     "padding_waste": ("Padding", "{fact}{win}"),
     "slowing_down": ("Slowing down", "{fact}{place}{guess}"),
     "host_code": ("Python code in the training loop", "the script's own code takes {share}{place}{win}"),
     "recompiling": ("Recompilation", "{fact}{place}{win}"),
-    "gc_pauses": ("Garbage collection", "Python's collector holds the training up in {share}{place}{win}"),
+    "gc_pauses": ("Garbage collection", "it stops the training {share}{place}{win}"),
     "validation_heavy": ("Validation", "it takes {share}{most}"),
-    "checkpoint_stall": ("Blocking checkpoints", "training stands still for them in {share}{place}{most}"),
+    "checkpoint_stall": ("Blocking checkpoints", "saving stops the training {share}{place}{most}"),
     "memory_pressure": ("Memory pressure", "{fact}"),
     "worker_memory_growth": ("Worker memory growth", "{fact}"),
     "cpu_affinity": ("CPU affinity", "{fact}{guess}"),
-    "launch_contended": ("No CPU to launch on", "{fact}{guess}"),
+    "launch_contended": ("No CPU to launch kernels", "{fact}{guess}"),
     "gil_contended": ("GIL contention", "{fact}{guess}"),
     "cpu_oversubscribed": ("CPU oversubscribed", "{fact} and slow each other down{guess}"),
     "shm_small": ("Shared memory too small", "{fact}"),
@@ -92,7 +85,7 @@ WORDS: dict[str, tuple[str, str | None]] = {
 
 
 def title(code: str) -> str:
-    """A finding's code in the words of the field."""
+    """The title of a finding code."""
     return WORDS[code][0] if code in WORDS else code
 
 
@@ -110,34 +103,33 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
     if template is None:
         return _compute_bound(evidence, finding)
     most = f"; at most {times(predicted[1])} as fast" if predicted and predicted[1] > 1 else ""
-    told = template.format(
+    sentence = template.format(
         share=f"{percent(share)} of the time after start-up",
         fact=finding.evidence[0],
         place=f" ({finding.where})" if finding.where else "",
-        most=most,  # what comes more rarely does not go away
+        most=most,  # what is done less often does not go away
         win=f"{most} without it" if most else "",
         guess=f"; at best about {times(predicted[1])} as fast without it" if predicted and predicted[1] > 1 else "",
         idle=_idle(evidence) if words == title("input_serial") else "",
         trainee="the GPU" if evidence.on_gpu else "training",
         exchange="gathering parameters" if evidence.rank.sharded else "exchanging gradients",
-        passes=count("pass", evidence.loader.passes) if evidence.loader else "passes",
         gain=_gain(evidence, share, predicted),
     )
-    return f"{words.replace(':', ',')}: {told}"
+    return f"{words.replace(':', ',')}: {sentence}"
 
 
 def _gain(evidence: Evidence, share: float, predicted: tuple[float, float] | None) -> str:
-    """How much there is to gain when training no longer waits for data, and of that by the finding's fix, if less.
+    """The gain if training no longer waits for data, and that of the finding's fix alone where it is less.
 
-    The rate of a run under live tuning is that of no settings in particular: its gain is told by what was tried.
+    Empty for a run under live tuning, whose rate is a mix of several settings: there the trials say what is gained.
     """
     if evidence.live is not None and evidence.live.moves:
         return ""
     rate, ceiling = rate_while_drawing(evidence.run), evidence.ceilings.compute_samples_per_s
     if rate and ceiling and ceiling > rate:
         taker = "the GPU" if evidence.on_gpu else "compute"
-        # Without workers loading and computing take turns: the rate is the job's, but for its pauses.
-        pauses = rate > (evidence.throughput.samples_per_s or rate) * (1 + LIMITS.rate_error)
+        # Without workers loading and computing take turns: the rate is the job's, apart from its pauses.
+        pauses = rate > (evidence.throughput.samples_per_s or rate) * (1 + THRESHOLDS.rate_error)
         when = "between validations and saves " if pauses else ""
         most = min(ceiling / rate, amdahl(share))
         rates = f"{when}training gets {number(rate)} samples/s, {taker} could take {number(ceiling)}"
@@ -146,15 +138,15 @@ def _gain(evidence: Evidence, share: float, predicted: tuple[float, float] | Non
 
 
 def _without(evidence: Evidence, most: float, predicted: tuple[float, float] | None) -> str:
-    less = evidence.bound != "at most" and predicted is not None and predicted[1] < (1 - LIMITS.rate_error) * most
+    less = evidence.bound != "at most" and predicted is not None and predicted[1] < (1 - THRESHOLDS.rate_error) * most
     fix = f" (its fix alone: {speedup(predicted)})" if less else ""
     return f"{evidence.bound} {times(most)} as fast without it{fix}"
 
 
 def _idle(evidence: Evidence) -> str:
-    """That what the training thread fetches by itself keeps it waiting, and not computing."""
+    """Says if the training thread, which fetches by itself, mostly waits in fetching."""
     waits = evidence.supply is not None and evidence.supply.waits
-    return " (the fetch itself waits, it does not compute)" if waits else ""
+    return " (fetching mostly waits instead of computing)" if waits else ""
 
 
 def _compute_bound(evidence: Evidence, finding: Finding) -> str:
@@ -162,11 +154,11 @@ def _compute_bound(evidence: Evidence, finding: Finding) -> str:
     if reached is not None:
         speed = number(evidence.throughput.samples_per_s or 0.0)
         rate = f"; {speed} samples/s, {percent(reached)} of the compute ceiling"
-    told = f"{percent(share)} of the time after start-up"
-    if share >= LIMITS.full_tilt_share:
+    time = f"{percent(share)} of the time after start-up"
+    if share >= THRESHOLDS.full_tilt_share:
         place = f" ({finding.where})" if finding.where else ""
-        return f"{title_of(finding).replace(':', ',')}: {told} is compute{place}{rate}"
-    return f"Mostly compute: {told}, and no single cause takes much of the rest{rate}"
+        return f"{title_of(finding).replace(':', ',')}: {time} is compute{place}{rate}"
+    return f"Mostly compute: {time}, and no single cause takes much of the rest{rate}"
 
 
 def _nothing_trained(evidence: Evidence) -> str:
@@ -174,7 +166,7 @@ def _nothing_trained(evidence: Evidence) -> str:
     backwards = sum(rank.backwards for rank in evidence.run.ranks)
     batches = sum(loader.batches for rank in evidence.run.ranks for loader in rank.loaders)
     if steps := max((rank.steps for rank in evidence.run.ranks), default=0):
-        return f"{count('step', steps)} trained, but their time cannot be told: steps.jsonl is missing or empty"
+        return f"{count('step', steps)} trained, but it is not known when: steps.jsonl is missing or empty"
     if (ended := _how_it_ended(run, "the script", "before its first training step")) is not None:
         return capital(ended)
     if not evidence.run.ranks:
@@ -192,14 +184,14 @@ def _nothing_trained(evidence: Evidence) -> str:
 
 
 def _ending(run: Run, steps: int) -> str:
-    """What follows the verdict when the run did not end well; empty when it did, or still runs."""
-    # A process of an ended run that could not write down its last moments was killed, or left at once.
+    """How a run ended, for the end of the verdict; empty when it ended well or still runs."""
+    # A process of an ended run that has not written its last record was killed, or exited at once.
     missing = run.run.state != "running" and any(not rank.finished for rank in run.ranks)
-    told = _how_it_ended(run.run, "it", f"after {'at least ' if missing else ''}{count('step', steps)}")
+    end = _how_it_ended(run.run, "it", f"after {'at least ' if missing else ''}{count('step', steps)}")
     hung = _stands_still(still) if (still := standstill(run)) is not None else ""
-    if told is None:
+    if end is None:
         return hung or ("; its end was not recorded" if missing else "")
-    return f"; {told}{hung or _hung(run) or (', and what it did last was not recorded' if missing else '')}"
+    return f"; {end}{hung or _hung(run) or (', and what it did last was not recorded' if missing else '')}"
 
 
 def _how_it_ended(record: RunRecord, who: str, when: str) -> str | None:
@@ -209,41 +201,41 @@ def _how_it_ended(record: RunRecord, who: str, when: str) -> str | None:
     if record.state != "crashed":
         return None
     if record.exit_code is not None:
-        # Its exit code may tell another story than why a loader's worker was killed.
+        # The exit code does not show that the kernel killed a loader's worker.
         killed = f", and the kernel killed {count('process', record.oom_kills)} for lack of memory"
         return f"the script ended with exit code {record.exit_code} {when}{killed if record.oom_kills else ''}"
     return f"stopped by {record.ended_by or 'an exception'} {when}"
 
 
 def _hung(run: Run) -> str:
-    """What a job did all the time since its last step, if it hung."""
+    """What a job did since its last step, if it hung."""
     last = hung_stretch(run)
     most = max(BUCKETS, key=lambda name: float(getattr(last.buckets, name))) if last is not None else ""
     if last is None or most in ("startup_s", "unattributed_s"):
         return ""
-    return f"; for the last {seconds(last.t1_s - last.t0_s)} before that it made none: {BUCKET_WORDS[most]}"
+    return f"; no step in the last {seconds(last.t1_s - last.t0_s)}: {BUCKET_WORDS[most]}"
 
 
 def _stands_still(still: Standstill) -> str:
-    """Which ranks the others wait for, and on which line each of them stands."""
-    told = []
-    for rank, silent_s in still.missing[:_TOLD_RANKS]:
+    """Which ranks the others wait for, and the line that each of them is at."""
+    missing = []
+    for rank, silent_s in still.missing[:_SHOWN_RANKS]:
         at = f"was last at {_line(rank)}" if silent_s is not None else f"is at {_line(rank)}"
         silent = f"has written nothing for {seconds(silent_s)} and " if silent_s is not None else ""
-        told.append(f"rank {rank.rank} on {rank.hostname} {silent}{at}")
-    more = f" and {len(still.missing) - _TOLD_RANKS} more" if len(still.missing) > _TOLD_RANKS else ""
+        missing.append(f"rank {rank.rank} on {rank.hostname} {silent}{at}")
+    more = f" and {len(still.missing) - _SHOWN_RANKS} more" if len(still.missing) > _SHOWN_RANKS else ""
     lines = dict.fromkeys(_line(rank) for rank in still.waiting)
     wait = "waits" if len(still.waiting) == 1 else "wait"
     others = f"{count('rank', len(still.waiting))} {wait} for {'it' if len(still.missing) == 1 else 'them'}"
-    return f"; no step for {seconds(still.for_s)}: {', '.join(told)}{more}; {others} at {', '.join(list(lines)[:2])}"
+    return f"; no step for {seconds(still.for_s)}: {', '.join(missing)}{more}; {others} at {', '.join(list(lines)[:2])}"
 
 
-_TOLD_RANKS = 3
+_SHOWN_RANKS = 3
 
 
 def _line(rank: RankRecord) -> str:
     if rank.at is None:
-        return "a line that is not known"
+        return "an unknown line"
     return f"{rank.at.where} ({rank.at.call})" if rank.at.call else rank.at.where
 
 
@@ -251,7 +243,7 @@ def _by_signal(record: RunRecord) -> str:
     code = record.exit_code
     if record.state != "killed" or code is None:
         return ""
-    number = -code if code < 0 else code - 128  # a shell in front tells 128 and the signal
+    number = -code if code < 0 else code - 128  # a shell reports 128 plus the signal
     if number == signal.SIGKILL and record.oom_kills:
         return " by the kernel for lack of memory (SIGKILL)"
     return f" by {signal.Signals(number).name}" if number in set(signal.Signals) else ""

@@ -1,4 +1,4 @@
-"""The screen of `fulltilt watch`: GPUs, host and jobs, fitted into any window."""
+"""The screen of `fulltilt watch`: GPUs, host and jobs, for any window size."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ UPWARD = " ▁▂▃▄▅▆▇█"
 
 
 def chart_rows(values: Sequence[float | None], width: int, height: int, top: float) -> list[str]:
-    """The newest ``width`` values as columns, ``height`` rows of text from the top down, the newest at the right.
+    """The newest ``width`` values as columns of ``height`` rows, the newest at the right.
 
-    A value of 0 shows as the thinnest block, so that it differs from None, which stays blank.
+    A value of 0 shows as the thinnest block, None stays blank.
     """
     levels = []
     for value in values[-width:] if width > 0 else ():
@@ -41,7 +41,7 @@ LABEL_WIDTH = 14
 
 @dataclass(frozen=True, slots=True)
 class WatchView:
-    """Everything that the screen shows. ``samples`` go from the oldest to the newest; at first there are none."""
+    """Everything that the screen shows. ``samples`` are sorted by time, and empty at first."""
 
     hostname: str
     clock: str
@@ -67,7 +67,7 @@ def chart(
     rows: int = 1,
     top: float = 100.0,
 ) -> list[Text]:
-    """A chart of ``rows`` lines behind its name and newest figure; a note stands at the right."""
+    """A chart of ``rows`` lines after its name and newest figure, with a note at the right."""
     note = Text(note) if isinstance(note, str) else note
     drawn = chart_rows(values, max(0, width - LABEL_WIDTH - note.cell_len), rows, top)
     heads = [label.ljust(12 - len(figure)) + figure, *[""] * (rows - 1)]
@@ -77,7 +77,7 @@ def chart(
 
 
 def spread(left: Text, right: Text, width: int) -> Text:
-    """One text at the left edge, one at the right; the left one gives way where both do not fit."""
+    """One text at the left edge, one at the right; the left one is cut where both do not fit."""
     room = width - right.cell_len - 2
     if room < 12:
         return left
@@ -87,7 +87,7 @@ def spread(left: Text, right: Text, width: int) -> Text:
 
 # --------------------------------------------------------------------------- jobs
 
-_NONE = "no process is on a GPU, and no run of Fulltilt's is under way"
+_NONE = "no process uses a GPU, and Fulltilt records no run"
 
 
 def job_lines(view: WatchView, width: int, room: int) -> list[Text]:
@@ -116,7 +116,7 @@ def _job_line(view: WatchView, job: JobProcess, run_width: int) -> Text:
         run_width,
         str(job.pid),
         (one_line(job.name or "") or "?") + (f" +{job.children}" if job.children else ""),
-        "not Fulltilt's" if job.run_folder is None else one_line(store.run_name(Path(job.run_folder))) or "?",
+        "not recorded" if job.run_folder is None else one_line(store.run_name(Path(job.run_folder))) or "?",
         ",".join(str(index) for index, _ in held),
         figures.size(sum(sizes) if sizes else None),
         figures.pct(job.cpu_pct),
@@ -126,7 +126,7 @@ def _job_line(view: WatchView, job: JobProcess, run_width: int) -> Text:
 
 
 def _row(run_width: int, pid: str, process: str, run: str, gpu: str, vram: str, cpu: str, memory: str = "") -> str:
-    """What matters most stands at the left: a narrow window cuts at the right."""
+    """The most important columns come first: a narrow window cuts at the right."""
     name = f"{pid:>8}  {process[:16]:<16}  {run[:run_width]:<{run_width}}"
     return f"{name}  {gpu[:5]:<5}{vram:>9}  {cpu:>6}  {memory:>9}"
 
@@ -135,11 +135,11 @@ def _row(run_width: int, pid: str, process: str, run: str, gpu: str, vram: str, 
 
 BUSY, SM, VRAM = "#2b6cd4", "#0e9a78", "#9a6fd0"
 
-_HOT_MARGIN_C = preflight.LIMITS.temperature_margin_c
+_HOT_MARGIN_C = preflight.THRESHOLDS.temperature_margin_c
 
 
 def gpu_lines(view: WatchView, place: int, width: int, rows: int) -> list[Text]:
-    """The GPU at that place: its state, and charts of ``rows`` lines each; with 0 all in one line, for many GPUs."""
+    """The state of a GPU and its charts of ``rows`` lines each; with 0 everything in one line, for many GPUs."""
     gpu = view.now.gpus[place]
     past = [sample.gpus[place] if place < len(sample.gpus) else None for sample in view.samples]
     busy = [reading.util_pct if reading else None for reading in past]
@@ -161,7 +161,7 @@ def gpu_lines(view: WatchView, place: int, width: int, rows: int) -> list[Text]:
 
 def _gpu_state(gpu: GpuReading) -> Text:
     if gpu.lost:
-        return Text("lost: the driver no longer answers for it", "bold red")
+        return Text("lost: the driver no longer sees it", "bold red")
     state = Text()
     if gpu.throttle_reasons:
         state.append(f"throttled: {', '.join(gpu.throttle_reasons).replace('_', ' ')}  ", "bold yellow")
@@ -210,7 +210,6 @@ def host_lines(view: WatchView, width: int, rows: int) -> list[Text]:
     for start in range(0, len(cores), room):
         row = cores[start : start + room]
         lines += chart("" if start else "cores", "", row, CPU, LABEL_WIDTH + len(row))
-    # Of what the machine or the container's limit has.
     total = host.mem_limit_bytes or host.mem_total_bytes
     if host.mem_used_bytes is None or not total:
         lines.append(Text("RAM"))
@@ -227,12 +226,12 @@ def host_lines(view: WatchView, width: int, rows: int) -> list[Text]:
 # --------------------------------------------------------------------------- the screen
 
 _JOB_ROWS = 4
-# Rows of each chart, the roomiest first; 0: a line for each GPU.
+# Rows of each chart, from large to small; 0: a line for each GPU.
 _ROWS = (12, 9, 7, 5, 4, 3, 2, 1, 0)
 
 
 def watch_lines(view: WatchView, width: int, height: int) -> list[Text]:
-    """The screen as at most ``height`` lines of at most ``width`` cells, in the roomiest layout that fits."""
+    """The screen as at most ``height`` lines of at most ``width`` cells, with the largest charts that fit."""
     jobs = 2 + min(max(1, len(view.jobs)), _JOB_ROWS)
     for rows in _ROWS:
         lines = [*_machine(view, width, rows), Text()]

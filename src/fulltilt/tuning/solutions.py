@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fulltilt import figures
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.records import Settings, Trial
 from fulltilt.report import run_view
 from fulltilt.tuning.learning_rate import Scaled, scale
@@ -199,7 +199,7 @@ def verdict(trials: Sequence[Trial], streams: bool = False, stopped: bool = Fals
     if streams and waits >= WAITS:
         sentences.append(WORKERS_STAY)
     busy = max((trial.others_share or 0.0 for trial in trials), default=0.0)
-    if busy >= LIMITS.others_share and (comparison is None or not comparison.wins):
+    if busy >= THRESHOLDS.others_share and (comparison is None or not comparison.wins):
         sentences.append(
             f"Other processes had up to {figures.percent(busy)} of the CPUs: tune again when they are free."
         )

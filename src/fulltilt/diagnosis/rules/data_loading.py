@@ -1,4 +1,4 @@
-"""Training waits for data: no workers, workers short of CPU or waiting for I/O, slow hand-over, restarts."""
+"""Training waits for data: no workers, workers short of CPU or waiting for I/O, slow hand-over, epoch restarts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import replace
 
-from fulltilt.diagnosis.evidence import Evidence, training_loaders, waited_behind_loaders_s
+from fulltilt.diagnosis.evidence import Evidence, training_loaders, wait_after_loader_s
 from fulltilt.diagnosis.findings import (
     OTHERS_TAKE_CPUS,
     WORKERS_SHARE_LOCK,
@@ -17,6 +17,7 @@ from fulltilt.diagnosis.findings import (
     at,
     busy_thread,
     by_removing,
+    call_at,
     costliest_line,
     fetching_line,
     found,
@@ -31,7 +32,7 @@ from fulltilt.diagnosis.findings import (
 )
 from fulltilt.diagnosis.ledger import hung_stretch
 from fulltilt.diagnosis.libraries import beside_training, divides_itself, keeps_workers, setting_name
-from fulltilt.diagnosis.loader_bottleneck import Limit, Supply, queue_for_cpus, sampling_share
+from fulltilt.diagnosis.loader_bottleneck import Bottleneck, Supply, queue_for_cpus, sampling_share
 from fulltilt.diagnosis.preflight import PLACES
 from fulltilt.diagnosis.rules.worker_count import (
     WorkerPlan,
@@ -40,7 +41,7 @@ from fulltilt.diagnosis.rules.worker_count import (
     unplanned_workers,
     workers_unmeasured,
 )
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import capital, count, cpus, number, percent, seconds, size
 from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord, WorkerRecord
 
@@ -57,7 +58,7 @@ def _waiting(
     what: str = "waiting for data",
     title: str = "",
 ) -> Finding:
-    """A finding that costs the time in which training waits for its batches."""
+    """A finding that costs the data wait."""
     wait_s = evidence.buckets.data_wait_s
     facts = [time_spent(evidence, what, wait_s), *facts]
     return replace(found(evidence, code, wait_s, facts, fix, where, predicted), title=title)
@@ -69,38 +70,38 @@ def _set_workers(evidence: Evidence, loader: LoaderRecord, workers: int) -> str:
 
 
 def _gain_beside_training(share: float, usable_cpus: float) -> Gain:
-    """One worker hides the shorter of making batches and training on them; more workers divide what one needs."""
-    helpers = max(int(usable_cpus) - 1, 1)
-    one, several = 1 / max(share, 1 - share), 1 / max(share / helpers, 1 - share)
-    return gain(1 + (one - 1) * LIMITS.recovered_low, several)
+    """One worker hides the shorter of making batches and training on them; several divide the making among them."""
+    workers = max(int(usable_cpus) - 1, 1)
+    one, several = 1 / max(share, 1 - share), 1 / max(share / workers, 1 - share)
+    return gain(1 + (one - 1) * THRESHOLDS.recovered_low, several)
 
 
 def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
-    """If the costliest line took half of its time, or none: the loader gets faster until training no longer waits."""
+    """The gain if the costliest line took half of its time, or none, up to training that no longer waits."""
     if line is None or evidence.workers is None:
         return gain_without_wait(evidence)
     part = min(line.seconds / evidence.workers.fetch_s, 1.0)
     cap = amdahl(evidence.data_wait_share)
     if evidence.crowded_by_workers:
-        cap *= amdahl(part * evidence.workers_share)  # the CPUs that this leaves compute with
-    return gain(amdahl(part * LIMITS.recovered_low), amdahl(part), cap=cap)
+        cap *= amdahl(part * evidence.workers_share)  # compute gets the CPUs that this frees
+    return gain(amdahl(part * THRESHOLDS.recovered_low), amdahl(part), cap=cap)
 
 
 def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
     if evidence.supply is not None and evidence.supply.waits and plan.advised > evidence.usable_cpus:
-        more = "" if plan.needed <= plan.advised else f", and {plan.needed} would hide all of it"
-        return f"such workers wait and take next to no CPU: there may be more of them than CPUs{more}"
+        more = "" if plan.needed <= plan.advised else f"; {plan.needed} would hide all of the wait"
+        return f"such workers wait and take hardly any CPU, so there may be more of them than CPUs{more}"
     if plan.crowds:
         return (
             f"the job keeps {number((evidence.host.tree_cpu_pct or 0.0) / 100)} of its {cpus(evidence.usable_cpus)} "
-            "busy without more workers: they take them from the training, and may win nothing or less (measure it)"
+            "busy already: more workers take CPU time from the training, and may even make it slower (measure it)"
         )
     room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
     if plan.needed <= plan.allowed:
-        return f"{count('worker', plan.needed)} would hide it; {room}"
+        return f"{count('worker', plan.needed)} would hide the wait; {room}"
     line = costliest_line(evidence)
     cheaper = f"a cheaper {line.function} ({line.where})" if line else "a cheaper fetch"
-    return f"no number of workers that fits here would hide all of it: {room}; {cheaper} must give the rest"
+    return f"no number of workers that fits here hides all of the wait: {room}; for the rest it takes {cheaper}"
 
 
 def _cpus(evidence: Evidence) -> str:
@@ -108,44 +109,44 @@ def _cpus(evidence: Evidence) -> str:
     return f"{shared} may use {cpus(evidence.usable_cpus)}"
 
 
-# Where it is not known whether the wait is for something that begins only when it is asked.
+# Where it is not known whether fetching waits for something that begins only when it is asked for.
 _NO_SOONER = (
-    "A worker wins nothing where fetching waits for what comes at a rate of its own, asked sooner or not (a lock, "
-    "another process, a queue, a service with a rate limit)."
+    "Workers do not help if fetching waits for something that comes no sooner when asked earlier (a lock, another "
+    "process, a queue, a service with a rate limit)."
 )
 
 
 def _hung_fetch(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
-    """The finding for a job that was stopped while it waited in vain; None where other waits were the larger part."""
+    """The finding for a job that was stopped in a wait that never ended; None where other waits were longer."""
     hung = hung_stretch(evidence.run)
     in_vain_s = hung.buckets.data_wait_s if hung is not None else 0.0
-    if in_vain_s <= LIMITS.in_vain_share * evidence.buckets.data_wait_s:
+    if in_vain_s <= THRESHOLDS.in_vain_share * evidence.buckets.data_wait_s:
         return None
     line = costliest_line(evidence)
-    place = f"{line.call or line.function}{at(line.where)}" if line else f"the loader{at(loader.where)}"
-    fix = f"Find out what {place} waited for in vain: a lock, a service, a file system. More workers would wait, too."
+    place = call_at(line) if line else f"the loader{at(loader.where)}"
+    fix = f"Find out what {place} waited for: a lock, a service, a file system? More workers would wait as well."
     if loader.num_workers:
-        fix += " With DataLoader(..., timeout=60) such a wait ends in an error that says so."
-    facts = [f"{seconds(in_vain_s)} of it is one wait, from which the job never came back"]
-    title = "Data loading: a fetch that never came back"
+        fix += " With DataLoader(..., timeout=60) such a wait ends in an error."
+    facts = [f"{seconds(in_vain_s)} of it is one wait that never ended"]
+    title = "Data loading: a fetch that never returned"
     return _waiting(evidence, code, facts, fix, line.where if line else loader.where, title=title)
 
 
-# --------------------------------------------------------------------------- the training thread makes its batches
+# --------------------------------------------------------------------------- the training thread makes its own batches
 
 
 def input_serial(evidence: Evidence) -> Judgement:
     """The training thread makes its batches itself: a DataLoader without workers, or none, or its sampler is slow."""
     loader = evidence.loader
-    if evidence.limit is Limit.BEHIND and loader is not None:
-        return _made_behind_loader(evidence, loader)
-    if evidence.limit is not Limit.SERIAL:
+    if evidence.bottleneck is Bottleneck.AFTER_LOADER and loader is not None:
+        return _slow_generator(evidence, loader)
+    if evidence.bottleneck is not Bottleneck.SERIAL:
         return None
     if loader is None or loader.made_by == "script":
         return _made_by_hand(evidence)
     if loader.batches and not loader.wait_s:
         return _drawn_by_own_thread(evidence, loader)
-    if sampling_share(loader) >= LIMITS.sampling_share:
+    if sampling_share(loader) >= THRESHOLDS.sampling_share:
         return _slow_sampler(evidence, loader)
     if hung := _hung_fetch(evidence, loader, "input_serial"):
         return hung
@@ -165,8 +166,8 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
         queueing = supply.queue_s / supply.batch_s
         facts.append(
             f"{how}: a batch takes {seconds(supply.batch_s)}, {percent(supply.batch_cpu_s / supply.batch_s)} on the CPU"
-            + (f", {percent(queueing)} waiting for a CPU" if queueing >= LIMITS.warn_share else "")
-            + (": the fetch waits, does not compute" if supply.waits else "")
+            + (f", {percent(queueing)} waiting for a CPU" if queueing >= THRESHOLDS.warn_share else "")
+            + ("; fetching mostly waits instead of computing" if supply.waits else "")
         )
     if line and loader.wait_s > 0:
         facts.append(f"of the fetching, {line_cost(line, loader.wait_s)}")
@@ -174,15 +175,15 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
     if beside is None:
         fix = _set_workers(evidence, loader, workers)
     else:
-        fix = f"Have the next batches made while this one trains{at(loader.where)}: {beside}."
+        fix = f"Make the next batches while this one trains{at(loader.where)}: {beside}."
     if plan:
         fix += f" {capital(_need_and_room(evidence, plan))}."
     if loader.iterable and beside is None and not divides_itself(loader):
-        fix += " Its IterableDataset must split the work by get_worker_info(), or every worker yields all of it."
+        fix += " Its IterableDataset must split the data with get_worker_info(), or every worker yields all of it."
     predicted = plan.gain if plan else gain_without_wait(evidence)
     fix, predicted = with_cheaper_call(evidence, line, loader.wait_s, fix, predicted)
-    computes = supply is None or supply.batch_cpu_s + supply.queue_s >= LIMITS.warn_share * supply.batch_s
-    if others and computes:  # workers would have to share the CPUs with them as well
+    computes = supply is None or supply.batch_cpu_s + supply.queue_s >= THRESHOLDS.warn_share * supply.batch_s
+    if others and computes:  # workers would share the CPUs with them as well
         fix += f" {OTHERS_TAKE_CPUS}"
         predicted = gain(1.0, predicted[1])
     if supply is not None and supply.runs_ahead is not False and (supply.runs_ahead or supply.waits):
@@ -192,21 +193,21 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
 
 
 def _slow_source(evidence: Evidence, loader: LoaderRecord) -> Finding:
-    """A source that makes samples at its own rate, asked or not: a worker would wait for it as well."""
+    """A source that makes samples at its own rate: a worker would wait for it as well."""
     line = costliest_line(evidence)
     rate = evidence.delivered_samples_per_s
-    gives = f"it gives {number(rate)} samples/s: " if rate else ""
+    gives = f", at {number(rate)} samples/s" if rate else ""
     slope = loader.wait_slope[0] if loader.wait_slope else -1.0
     facts = [
-        "what the fetch waits for goes on while the training computes (another process, a thread, a service): "
-        f"{gives}for each second that the training is away, the next wait is {seconds(min(-slope, 1.0))} shorter",
+        "what fetching waits for (another process, a thread, a service) goes on while the training computes"
+        f"{gives}: for each second of computing the next wait is {seconds(min(-slope, 1.0))} shorter",
         *([f"of the fetching, {line_cost(line, loader.wait_s)}"] if line and loader.wait_s > 0 else []),
         *rates(evidence),
     ]
     where = line.where if line else loader.where
-    place = f"{line.call or line.function}{at(where)}" if line else f"the data set{at(where)}"
+    place = call_at(line) if line else f"the data set{at(where)}"
     fix = (
-        f"Make what {place} waits for faster: a worker that reads it would wait as long. Several workers win only if "
+        f"Make what {place} waits for faster: a worker would wait for it just as long. Several workers help only if "
         "each has a source of its own, for its own part of the data."
     )
     title = "Data loading: slow source"
@@ -214,14 +215,14 @@ def _slow_source(evidence: Evidence, loader: LoaderRecord) -> Finding:
 
 
 def _slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
-    """A loader whose sampler takes most of the wait: workers would not help."""
+    """The sampler takes most of the wait: workers would not help."""
     share = sampling_share(loader)
     line = max(loader.sampler_lines, key=lambda line: line.seconds)
     facts = [
-        f"{percent(share)} of it is the sampler, which workers do not take over, in {count('pass', loader.passes)}",
+        f"{percent(share)} of it is the sampler, which workers do not run, in {count('pass', loader.passes)}",
         f"of the wait, {line_cost(line, loader.wait_s)}",
     ]
-    if line.where.startswith("torch/"):  # nobody mends torch's own samplers
+    if line.where.startswith("torch/"):
         where = loader.where
         fix = (
             f"Let the sampler{at(where)} do less: draw only as many indices as are used (num_samples), or make fewer "
@@ -230,32 +231,32 @@ def _slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
     else:
         where = line.where
         fix = (
-            f"{line.call or line.function}{at(where)} runs in the training thread: work the order out once an epoch, "
-            "for all batches at a time (NumPy, torch.argsort), or draw indices from a list made beforehand."
+            f"{call_at(line)} runs in the training thread: compute the order once an epoch, "
+            "for all batches together (NumPy, torch.argsort), or take indices from a list made beforehand."
         )
     predicted = by_removing(share * evidence.data_wait_share)
     return _waiting(evidence, "input_serial", facts, fix, where, predicted, title="Data loading: slow sampler")
 
 
 def _made_by_hand(evidence: Evidence) -> Finding:
-    """A job without a loader: the training thread makes each batch, or waits for what the script makes elsewhere."""
+    """A job without a loader: the training thread makes each batch, or waits for other threads or processes."""
     line = costliest_line(evidence) if evidence.loader else next(iter(evidence.drawing_lines), None)
     where = line.where if line else None
     costs = [line_cost(line)] if line else []
     if line and line.waits:
-        made = "no DataLoader was seen: threads, processes or an event loop of the script's own bring the batches"
-        fix = f"{line.call or line.function}{at(where)} waits for batches that the script makes elsewhere: "
+        made = "no DataLoader was seen: the script's own threads, processes or event loop make the batches"
+        fix = f"{call_at(line)} waits for batches: "
         if thread := busy_thread(evidence):
             named, fact = thread
             costs.append(fact)
-            fix += f"give the work of {named} to processes (a DataLoader with num_workers), or make it cheaper."
+            fix += f"move the work of {named} to processes (a DataLoader with num_workers), or make it cheaper."
         else:
-            fix += "let more threads or processes make them side by side and earlier, or make each of them cheaper."
+            fix += "make them in more threads or processes, and earlier, or make each one cheaper."
         predicted, what = by_removing(evidence.data_wait_share), "waiting for batches"
-        title = "Data loading: the script's own fetching too slow"
+        title = "Data loading: the script's own loader is too slow"
     else:
         source = evidence.rank.drawn_from
-        drawn = f"{source.call or source.function}{at(source.where)}" if source else None
+        drawn = call_at(source) if source else None
         made = "no DataLoader was seen: the training thread makes each batch itself" + (
             f", in {drawn}" if drawn else ""
         )
@@ -267,21 +268,21 @@ def _made_by_hand(evidence: Evidence) -> Finding:
         predicted = _gain_beside_training(evidence.data_wait_share, evidence.usable_cpus)
         wait_s = evidence.buckets.data_wait_s
         fix, predicted = with_cheaper_call(evidence, line, wait_s, fix, predicted)
-        # On a GPU the thread also stands still where it waits for the GPU.
-        if (evidence.rank.off_cpu_s or 0.0) > LIMITS.cpu_bound_share * wait_s and not evidence.on_gpu:
+        # On a GPU the thread is also off the CPU while it waits for the GPU.
+        if (evidence.rank.off_cpu_s or 0.0) > THRESHOLDS.cpu_bound_share * wait_s and not evidence.on_gpu:
             fix, predicted = f"{fix} {_NO_SOONER}", gain(1.0, predicted[1])
         what, title = "making batches", "Data loading: no DataLoader"
     return _waiting(evidence, "input_serial", [made, *costs], fix, where, predicted, what, title)
 
 
-def _made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
-    """A generator that takes its time with what a loader gave it."""
+def _slow_generator(evidence: Evidence, loader: LoaderRecord) -> Finding:
+    """A generator of the script is slow to process what a loader gave it."""
     wait_s = evidence.buckets.data_wait_s
-    behind_s = waited_behind_loaders_s(evidence.rank, wait_s)
+    cost_s = wait_after_loader_s(evidence.rank, wait_s)
     line = next(iter(evidence.drawing_lines), None)
     where = line.where if line else None
     facts = [
-        f"{percent(behind_s / wait_s)} of it is the script's own generator, behind the loader{at(loader.where)}",
+        f"{percent(cost_s / wait_s)} of it is the script's own generator, after the loader{at(loader.where)}",
         *([line_cost(line)] if line else []),
     ]
     workers = max(loader.num_workers, unplanned_workers(evidence))
@@ -290,76 +291,76 @@ def _made_behind_loader(evidence: Evidence, loader: LoaderRecord) -> Finding:
         f"Let workers do what the code{at(where)} does to each batch: put it into the data set "
         f"or the collate_fn of the loader, {call}{at(loader.where)}."
     )
-    predicted = _gain_beside_training(evidence.share(behind_s), evidence.usable_cpus)
-    fix, predicted = with_cheaper_call(evidence, line, behind_s, fix, predicted)
-    title = "Data loading: a slow generator behind the loader"
+    predicted = _gain_beside_training(evidence.share(cost_s), evidence.usable_cpus)
+    fix, predicted = with_cheaper_call(evidence, line, cost_s, fix, predicted)
+    title = "Data loading: slow generator after the loader"
     return _waiting(evidence, "input_serial", facts, fix, where, predicted, "waiting for batches", title)
 
 
 def _drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
-    """A loader without workers that a thread of the script's draws from: one worker would do no more than it does."""
+    """A thread of the script draws from a loader without workers: a single worker would be no faster."""
     workers = max(unplanned_workers(evidence), 2)
     line = next((line for line in evidence.drawing_lines if line.waits), None)
     facts = [
-        "num_workers=0: a thread of the script's own fetches one batch after another, beside the training",
+        "num_workers=0: the script's own thread fetches one batch after another while the training runs",
         *([line_cost(line)] if line else []),
     ]
     fix = f"{_set_workers(evidence, loader, workers)} One worker would be no faster than the script's own thread."
-    most = min(workers * (1 + LIMITS.rate_error), amdahl(evidence.data_wait_share))
+    most = min(workers * (1 + THRESHOLDS.rate_error), amdahl(evidence.data_wait_share))
     title = "Data loading: one thread"
     return _waiting(evidence, "input_serial", facts, fix, loader.where, gain(1.0, most), title=title)
 
 
-# --------------------------------------------------------------------------- workers at their limit
+# --------------------------------------------------------------------------- workers too slow
 
 
 def input_cpu_bound(evidence: Evidence) -> Judgement:
-    """The workers compute all the time and there are too few of them, or their work is too dear."""
-    return _workers_limit(evidence, "input_cpu_bound", Limit.CPU)
+    """The workers compute all the time: there are too few of them, or a sample costs too much."""
+    return _workers_too_slow(evidence, "input_cpu_bound", Bottleneck.CPU)
 
 
 def input_io_bound(evidence: Evidence) -> Judgement:
     """The workers spend their time waiting: for a disk, a network, a lock."""
-    return _workers_limit(evidence, "input_io_bound", Limit.IO)
+    return _workers_too_slow(evidence, "input_io_bound", Bottleneck.IO)
 
 
-def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judgement:
-    if evidence.limit is Limit.UNKNOWN:
+def _workers_too_slow(evidence: Evidence, code: FindingCode, bottleneck: Bottleneck) -> Judgement:
+    if evidence.bottleneck is Bottleneck.UNKNOWN:
         return workers_unmeasured(evidence, code)
     loader, supply = evidence.loader, evidence.supply
-    if evidence.limit is not limit or loader is None or supply is None:
+    if evidence.bottleneck is not bottleneck or loader is None or supply is None:
         return None
     cold = _cold_first_pass(evidence, evidence.workers) if evidence.workers else None
-    if cold is not None and cold.share >= LIMITS.recovered_low * evidence.data_wait_share:
-        return None  # it is the storage's doing, and no more so in later passes
+    if cold is not None and cold.share >= THRESHOLDS.recovered_low * evidence.data_wait_share:
+        return None  # reported as slow_storage
     if special := _hung_fetch(evidence, loader, code) or _contended_lock(evidence, code):
         return special
     line = costliest_line(evidence)
-    facts = [_worker_time(supply, limit), *fetching_line(evidence), *rates(evidence)]
-    facts += (others := neighbours(evidence) if limit is Limit.CPU else [])
+    facts = [_worker_time(supply, bottleneck), *fetching_line(evidence), *rates(evidence)]
+    facts += (others := neighbours(evidence) if bottleneck is Bottleneck.CPU else [])
     plan = plan_workers(evidence)
     if plan and plan.raises:
         kept = {} if loader.persistent_workers else {"persistent_workers": True}
         call = rewritten(evidence, loader, num_workers=plan.advised, **kept)
         fix = (
             f"Raise {setting_name(loader, 'num_workers')} {plan.now} → {plan.advised}{at(loader.where)}: {call}. "
-            f"At its cost a batch, {_need_and_room(evidence, plan)}."
+            f"At this cost per batch, {_need_and_room(evidence, plan)}."
         )
         predicted = plan.gain
     else:
-        fix, predicted = _cheaper_fetch(evidence, loader, limit, line), _line_gain(evidence, line)
+        fix, predicted = _cheaper_fetch(evidence, loader, bottleneck, line), _line_gain(evidence, line)
     if evidence.workers:
         fix, predicted = with_cheaper_call(evidence, line, evidence.workers.fetch_s, fix, predicted)
     if loader.iterable and loader.num_workers > 1 and not divides_itself(loader):
         fix += (
-            f" See that {loader.dataset} skips the samples of other workers (get_worker_info()) before it reads and "
-            "decodes them: where it does so afterwards, each worker does the work of all."
+            f" Check that {loader.dataset} skips the samples of other workers (get_worker_info()) before it reads and "
+            "decodes them: otherwise each worker does the work of all."
         )
     if others:
         fix += f" {OTHERS_TAKE_CPUS}"
-    if limit is Limit.IO:
+    if bottleneck is Bottleneck.IO:
         read = evidence.workers.read_bytes if evidence.workers else None
-        if read is not None and read >= LIMITS.storage_read_bytes_per_s * evidence.active_s:
+        if read is not None and read >= THRESHOLDS.storage_read_bytes_per_s * evidence.active_s:
             facts.append(f"the workers read {size(read)} from storage, {size(read / max(evidence.active_s, 1e-9))}/s")
         elif read is not None:
             waited_for = "the network file system" if _stage_data(evidence) else "a lock, a sleep or a service"
@@ -371,18 +372,20 @@ def _workers_limit(evidence: Evidence, code: FindingCode, limit: Limit) -> Judge
     return _waiting(evidence, code, facts, fix, line.where if line else loader.where, predicted)
 
 
-def _worker_time(supply: Supply, limit: Limit) -> str:
+def _worker_time(supply: Supply, bottleneck: Bottleneck) -> str:
     busy = supply.busy_share if supply.busy_share is not None else supply.batch_cpu_s / supply.batch_s
     workers = count("worker", supply.workers)
-    computing = "computing or waiting for a CPU" if queue_for_cpus(supply, LIMITS.warn_share) else "computing"
-    nature = f"{percent(busy)} {computing}" if limit is Limit.CPU else f"{percent(1 - busy)} waiting, not computing"
+    nature = f"{percent(1 - busy)} waiting, not computing"
+    if bottleneck is Bottleneck.CPU:
+        queue = " or waiting for a CPU" if queue_for_cpus(supply, THRESHOLDS.warn_share) else ""
+        nature = f"{percent(busy)} computing{queue}"
     return f"{workers} at {seconds(supply.batch_s)} a batch, {nature}, idle {percent(supply.idle_share)} of their time"
 
 
-def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, limit: Limit, line: HotLine | None) -> str:
+def _cheaper_fetch(evidence: Evidence, loader: LoaderRecord, bottleneck: Bottleneck, line: HotLine | None) -> str:
     place = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
-    if limit is Limit.IO:
-        return f"Make {place} wait less: read larger pieces at a time, or keep what was read."
+    if bottleneck is Bottleneck.IO:
+        return f"Make {place} wait less: read larger pieces at a time, or cache what was read."
     return (
         f"Make {place} cheaper: {count('worker', loader.num_workers)} and the training fill the CPUs "
         f"({_cpus(evidence)}). Do its deterministic part once and store the result, or move arithmetic to the GPU."
@@ -393,32 +396,32 @@ def _storage_kind(evidence: Evidence) -> list[str]:
     data = evidence.workers.data if evidence.workers else None
     if data is None or data.kind not in PLACES:
         return []
-    return [f"the files in {data.path} lie {PLACES[data.kind]} ({data.filesystem or 'of unknown type'})"]
+    return [f"the files in {data.path} are {PLACES[data.kind]} ({data.filesystem or 'of unknown type'})"]
 
 
 def _stage_data(evidence: Evidence) -> str:
-    """What to do about data on a network file system; nothing for data that lies elsewhere."""
+    """Advice for data on a network file system; empty for other data."""
     data = evidence.workers.data if evidence.workers else None
     over_network = data is not None and data.kind == "network"
     return f" Or copy {data.path} to a disk of this machine before the job." if data and over_network else ""
 
 
-# Where nothing but the source tells: calls into C, and libraries that sleep until a file is free.
+# Locks that only the source shows: calls into C, and libraries that sleep until a file is free.
 _LOCKS = re.compile(r"\.acquire\(|\b(flock|lockf)\(|^with \S*lock", re.IGNORECASE)
 
 
 def _contended_lock(evidence: Evidence, code: FindingCode) -> Finding | None:
-    """The finding for workers of which only one at a time can go on; None where they seldom wait for a lock."""
+    """The finding for workers that wait for one lock; None where they seldom do."""
     workers = evidence.workers
     calls = [(line, line.call or "") for line in workers.lines] if workers else []
     locks = [line for line, call in calls if (line.waits and call.startswith("with ")) or _LOCKS.search(call)]
     line = max(locks, key=lambda line: line.seconds, default=None)
-    if workers is None or line is None or line.seconds < LIMITS.contended_share * workers.fetch_s:
+    if workers is None or line is None or line.seconds < THRESHOLDS.contended_share * workers.fetch_s:
         return None
-    facts = [f"of the workers' fetching, {line_cost(line, workers.fetch_s)}: there they wait for a lock"]
+    facts = [f"of the workers' fetching, {line_cost(line, workers.fetch_s)}, where they wait for a lock"]
     fix = (
-        f"{line.call}{at(line.where)} lets one process at a time through, and more workers would queue there, too. "
-        "Hold the lock for less, or give each worker a file, a handle or a connection of its own."
+        f"{line.call}{at(line.where)} lets one process at a time through, so more workers would only queue there. "
+        "Hold the lock for a shorter time, or give each worker a file, a handle or a connection of its own."
     )
     return _waiting(evidence, code, facts, fix, line.where, _line_gain(evidence, line), title=WORKERS_SHARE_LOCK)
 
@@ -428,10 +431,10 @@ def _contended_lock(evidence: Evidence, code: FindingCode) -> Finding | None:
 
 def input_handover(evidence: Evidence) -> Judgement:
     """The workers are fast enough, but their batches arrive late: pickling, shared memory, rebuilding, pinning."""
-    if evidence.limit is Limit.UNKNOWN:
+    if evidence.bottleneck is Bottleneck.UNKNOWN:
         return workers_unmeasured(evidence, "input_handover")
     loader, supply = evidence.loader, evidence.supply
-    if evidence.limit is not Limit.HANDOVER or loader is None or supply is None:
+    if evidence.bottleneck is not Bottleneck.HANDOVER or loader is None or supply is None:
         return None
     if hung := _hung_fetch(evidence, loader, "input_handover"):
         return hung
@@ -442,26 +445,26 @@ def input_handover(evidence: Evidence) -> Judgement:
         f"{percent(supply.handover_worker_share)} of the workers' time",
     ]
     if loader.batch_bytes:
-        facts.append(f"a batch has {size(loader.batch_bytes)} as {loader.batch_kind or 'an unknown kind'}")
+        facts.append(f"a batch has {size(loader.batch_bytes)} ({loader.batch_kind or 'of unknown type'})")
     fix, promised = _lighter_handover(evidence, loader, supply), gain_without_wait(evidence)
     if fix is None:
-        # What the workers rest is all that there is to win, and nothing if each has its own share of slow batches.
+        # At most their idle time is to win, and nothing if every worker gets its share of slow batches.
         fix, promised = _sooner_batches(evidence, loader), gain(1.0, amdahl(supply.idle_share), cap=promised[1])
     return _waiting(evidence, "input_handover", facts, fix, loader.where, promised)
 
 
 def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) -> str | None:
-    """How handing over would cost less; None where it costs next to nothing."""
-    costly = max(supply.handover_main_share, supply.handover_worker_share) >= LIMITS.handover_share / 2
+    """How to make the hand-over cheaper; None where it costs hardly anything."""
+    costly = max(supply.handover_main_share, supply.handover_worker_share) >= THRESHOLDS.handover_share / 2
     collate = loader.collate or "the collate function"
     wait_s = loader.wait_s / loader.batches
     alone_s = supply.fetch_s - supply.queue_s
     if costly and not passes_through_shm(loader):
         return (
             f"Let {collate}{at(loader.where)} return tensors (torch.from_numpy, torch.stack): they pass through shared "
-            "memory, everything else is pickled, sent through a pipe and rebuilt."
+            "memory; everything else is pickled, sent through a pipe and rebuilt."
         )
-    if alone_s <= LIMITS.cheap_fetch_share * wait_s:
+    if alone_s <= THRESHOLDS.cheap_fetch_share * wait_s:
         alone = f"fetching a batch takes {seconds(alone_s)}, waiting for a worker's {seconds(wait_s)}"
         return f"Fetch without workers: {rewritten(evidence, loader, num_workers=0)}{at(loader.where)}; {alone}."
     if costly:
@@ -473,34 +476,34 @@ def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) 
 
 
 def _sooner_batches(evidence: Evidence, loader: LoaderRecord) -> str:
-    """Batches are handed out in order: behind one that takes long the others wait, and then the workers do."""
-    fix = "Single batches take long, and the workers rest until they come, in order. "
+    """Batches come in order: while a slow one is missing, the others wait in the queue, and then the workers do."""
+    fix = "Some batches take long, and since batches come in order, the workers then wait for them. "
     prefetch = loader.prefetch_factor or 2
-    if prefetch < LIMITS.deep_queue:
+    if prefetch < THRESHOLDS.deep_queue:
         deeper = rewritten(evidence, loader, prefetch_factor=2 * prefetch)
         fix += f"Raise prefetch_factor {prefetch} → {2 * prefetch}{at(loader.where)}: {deeper}. "
     if loader.made_by is None and "in_order" not in loader.given:
-        return f"{fix}Or take batches as they are made, in another order in each run: in_order=False."
+        return f"{fix}Or take batches as soon as they are ready, in an order that differs each time: in_order=False."
     return f"{fix}Or make the slowest samples cheaper."
 
 
-# --------------------------------------------------------------------------- between passes
+# --------------------------------------------------------------------------- epoch restarts
 
 
 def epoch_restart(evidence: Evidence) -> Judgement:
     """Each pass over the data begins with starting workers and filling an empty queue."""
-    turnover_s = evidence.buckets.epoch_turnover_s
-    share = evidence.share(turnover_s)
-    if share < LIMITS.epoch_turnover_share:
+    cost_s = evidence.buckets.epoch_turnover_s
+    share = evidence.share(cost_s)
+    if share < THRESHOLDS.epoch_restart_share:
         return None
     loader = max(training_loaders(evidence.rank), key=lambda loader: (loader.restart_s, loader.passes), default=None)
     if loader is None:
-        return Abstention("epoch_restart", "the DataLoader whose passes are being restarted")
+        return Abstention("epoch_restart", "the DataLoader that is restarted")
     if loader.passes < 2:
-        return None  # the end of the only pass: its workers are stopped, and nothing begins anew
+        return None  # the workers of its only pass were stopped: nothing restarts
     facts = [
-        time_spent(evidence, "starting passes over the data", turnover_s),
-        f"{loader.passes} passes, {seconds(turnover_s / (loader.passes - 1))} for each new one",
+        time_spent(evidence, "restarting the loader for each epoch", cost_s),
+        f"{loader.passes} passes, {seconds(cost_s / (loader.passes - 1))} for each new one",
     ]
     made_anew, keeps = made_for_each_pass(loader), keeps_workers(loader)
     if loader.num_workers > 0 and keeps and (made_anew or not loader.persistent_workers):
@@ -515,7 +518,7 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         fix = (
             ""
             if keeps or loader.persistent_workers
-            else f"{loader.made_by} has no setting that keeps workers from pass to pass. "
+            else f"{loader.made_by} has no setting that keeps workers between passes. "
         )
         fix += (
             f"Make fewer, longer passes{at(loader.where)}: "
@@ -524,21 +527,21 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         )
     low, high = by_removing(share)
     if loader.batches <= loader.passes * loader.num_workers * (loader.prefetch_factor or 2):
-        # All batches of so short a pass are ordered at its beginning: what they wait for is the start as well.
+        # All batches of such a short pass are requested at its start: waiting for them is part of the restart.
         high = amdahl(share + evidence.data_wait_share)
-    return found(evidence, "epoch_restart", turnover_s, facts, fix, loader.where, gain(low, high))
+    return found(evidence, "epoch_restart", cost_s, facts, fix, loader.where, gain(low, high))
 
 
 def dataset_pickled(evidence: Evidence) -> Judgement:
-    """Workers that are not forked get the data set pickled, each its own copy, at every start."""
+    """Workers that are not forked each get a pickled copy of the data set, at every start."""
     loader = max(training_loaders(evidence.rank), key=lambda loader: loader.pickle_s, default=None)
-    if loader is None or not loader.pickled_workers or loader.pickled_bytes < LIMITS.pickled_bytes:
+    if loader is None or not loader.pickled_workers or loader.pickled_bytes < THRESHOLDS.pickled_bytes:
         return None
     starts = max(round(loader.pickled_workers / max(loader.num_workers, 1)), 1)
-    # The first start is start-up; the later ones hold the training up.
+    # The first start is part of start-up; only the later ones stop the training.
     cost_s = min(loader.pickle_s * (starts - 1) / starts, evidence.buckets.epoch_turnover_s)
     share = evidence.share(cost_s)
-    if share < LIMITS.epoch_turnover_share and loader.pickle_s / starts < LIMITS.pickling_start_s:
+    if share < THRESHOLDS.epoch_restart_share and loader.pickle_s / starts < THRESHOLDS.pickling_start_s:
         return None
     facts = [
         f"{size(loader.pickled_bytes)} are pickled for each of {count('worker', loader.num_workers)} "
@@ -548,13 +551,13 @@ def dataset_pickled(evidence: Evidence) -> Judgement:
     if loader.objects:
         facts.append(f"the data set {loader.dataset} keeps Python objects: {loader.objects}")
     fix = (
-        f"Let the data set{at(loader.where)} hold little: open files on the first __getitem__, and keep large parts in "
+        f"Keep the data set{at(loader.where)} small: open files in the first __getitem__, and keep large parts in "
         "tensors (they pass through shared memory), in numpy.memmap or in Arrow files."
     )
     if starts > 1:
         fix += f" And start the workers once: {rewritten(evidence, loader, persistent_workers=True)}."
     else:
-        fix += ' Where the start method is free, multiprocessing_context="fork" pickles nothing.'
+        fix += ' Or fork the workers, which pickles nothing: multiprocessing_context="fork".'
     return found(evidence, "dataset_pickled", cost_s, facts, fix, loader.where, by_removing(share))
 
 
@@ -562,21 +565,22 @@ def dataset_pickled(evidence: Evidence) -> Judgement:
 
 
 def slow_storage(evidence: Evidence) -> Judgement:
-    """The workers wait for storage: many small reads, or a first pass over files that later lie in RAM."""
+    """The workers wait for storage: many small reads, or a first pass over files that later are in RAM."""
     loader, work = evidence.loader, evidence.workers
     if loader is None or work is None or not work.read_bytes:
         return None
     if (cold := _cold_first_pass(evidence, work)) is not None:
         return cold
-    small = work.reads is not None and work.read_bytes < LIMITS.small_read_bytes * work.reads
-    from_storage = work.read_bytes >= LIMITS.storage_read_bytes_per_s * evidence.active_s
-    if evidence.limit is not Limit.IO or evidence.supply is None or not (small and from_storage) or not work.reads:
+    if evidence.bottleneck is not Bottleneck.IO or evidence.supply is None or not work.reads:
+        return None
+    small = work.read_bytes < THRESHOLDS.small_read_bytes * work.reads
+    if not small or work.read_bytes < THRESHOLDS.storage_read_bytes_per_s * evidence.active_s:
         return None
     if _hung_fetch(evidence, loader, "slow_storage") or _contended_lock(evidence, "slow_storage"):
         return None
     line = costliest_line(evidence)
     facts = [
-        _worker_time(evidence.supply, Limit.IO),
+        _worker_time(evidence.supply, Bottleneck.IO),
         f"{number(work.reads / evidence.active_s)} reads a second, {size(work.read_bytes / work.reads)} each from "
         f"storage, {size(work.read_bytes / evidence.active_s)}/s",
         *fetching_line(evidence),
@@ -592,9 +596,9 @@ def slow_storage(evidence: Evidence) -> Judgement:
 
 
 def _cold_first_pass(evidence: Evidence, work: WorkerRecord) -> Finding | None:
-    """The finding for files that only the first pass fetched from storage; None where the others did, too."""
+    """The finding for files that only the first pass read from storage; None where later passes did, too."""
     first, *later = work.read_bytes_by_pass or (0,)
-    if not later or first < LIMITS.cold_factor * max(later) or first < LIMITS.cold_bytes:
+    if not later or first < THRESHOLDS.cold_factor * max(later) or first < THRESHOLDS.cold_bytes:
         return None
     spans = [span for own in evidence.run.spans for span in own if span.steps > 0]
     began = min((span.epoch for span in spans), default=0)
@@ -605,16 +609,16 @@ def _cold_first_pass(evidence: Evidence, work: WorkerRecord) -> Finding | None:
     cold_s, warm_s = (wait_s / max(number, 1) for wait_s, number in zip(waits_s, steps, strict=True))
     cost_s = (cold_s - warm_s) * steps[0] / max(len(evidence.run.spans), 1)
     share = evidence.share(cost_s)
-    if not steps[1] or cold_s < LIMITS.cold_factor * warm_s or share < LIMITS.data_wait_share:
+    if not steps[1] or cold_s < THRESHOLDS.cold_factor * warm_s or share < THRESHOLDS.data_wait_share:
         return None
     facts = [
         f"in the first pass the workers read {size(first)} from storage, in a later one at most {size(max(later))}",
-        f"training waits {seconds(cold_s)} a step for data in the first pass, {seconds(warm_s)} later: the files then "
-        "lie in RAM",
+        f"training waits {seconds(cold_s)} a step for data in the first pass, {seconds(warm_s)} later, when the files "
+        "are cached in RAM",
         *_storage_kind(evidence),
     ]
     fix = (
-        "Only the first pass pays. Read the files once before the job, from several processes "
+        "Only the first pass is slow. Read the files once before the job, from several processes "
         "(find DATA -type f -print0 | xargs -0 -P 8 cat > /dev/null), or copy them to a local disk or to /dev/shm."
     )
     loader = evidence.loader
@@ -637,7 +641,7 @@ def shm_small(evidence: Evidence) -> Judgement:
     ranks = max(round(evidence.machine.cpu.usable / max(evidence.usable_cpus, 0.01)), 1)
     queued = loader.num_workers * prefetch * ranks
     needed = queued * loader.batch_bytes
-    room = LIMITS.shm_share * total
+    room = THRESHOLDS.shm_share * total
     if needed < room:
         return None
     fits = int(room / (loader.num_workers * ranks * loader.batch_bytes))
@@ -651,13 +655,13 @@ def shm_small(evidence: Evidence) -> Judgement:
         fix += f", or lower prefetch_factor {prefetch} → {fits}{at(loader.where)}"
     else:
         fix += f", or use fewer workers{at(loader.where)}"
-    # The batch in training and those being put together come on top: a job that died near the limit died of it.
+    # The batches in use and under construction come on top: a job that died near the limit died of it.
     died = evidence.run.run.state in ("crashed", "killed")
     severity: Severity = "severe" if needed > total or died else "warn"
     return found(evidence, "shm_small", 0.0, facts, fix + ".", loader.where, None, severity)
 
 
 def passes_through_shm(loader: LoaderRecord) -> bool:
-    """Whether batches travel in shared memory: tensors do, arrays and other objects are pickled through a pipe."""
+    """Whether batches pass through shared memory: tensors do, arrays and other objects are pickled."""
     kind = (loader.batch_kind or "tensor").lower()
     return not any(word in kind for word in ("numpy", "ndarray", "object", "bytes", "str"))

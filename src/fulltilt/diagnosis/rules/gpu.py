@@ -1,4 +1,4 @@
-"""The GPU: precision, padding, batch size, launches, copies, synchronization, its clock and who shares it."""
+"""The GPU: batch size, precision, padding, copies, synchronization, kernel launches, its clock and other users."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fulltilt.diagnosis.findings import (
     busy_thread,
     by_removing,
     by_speeding_up,
+    call_at,
     costliest_line,
     found,
     gain,
@@ -29,7 +30,7 @@ from fulltilt.diagnosis.gpu_summary import (
     vram_used_share,
 )
 from fulltilt.diagnosis.ledger import gpu_step_words
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import capital, celsius, count, number, percent, seconds, size, whole
 from fulltilt.records import Abstention, GpuSummary, HotLine, TransferRecord
 
@@ -37,43 +38,43 @@ from fulltilt.records import Abstention, GpuSummary, HotLine, TransferRecord
 
 
 def batch_too_small(evidence: Evidence) -> Judgement:
-    """Kernels run, but each fills only a part of the GPU, and there is memory for a larger batch."""
+    """Each kernel fills only a part of the GPU, and there is memory for a larger batch."""
     launch_share = evidence.share(evidence.launch_s or 0.0)
-    if not _compute_dominates(evidence) or launch_share >= LIMITS.launch_share:
-        return None  # where the GPU idles between kernels it is launch_bound, which is another cure
+    if not _compute_dominates(evidence) or launch_share >= THRESHOLDS.launch_share:
+        return None  # idle between kernels: that is launch_bound
     gpu = gpu_in_use(evidence)
     vram_share = vram_used_share(gpu) if gpu else None
     if gpu is None or vram_share is None:
         return Abstention("batch_too_small", "the GPU's memory in use")
-    if vram_share >= LIMITS.vram_mostly_free_share:
+    if vram_share >= THRESHOLDS.vram_mostly_free_share:
         return None
-    # How much of the GPU a kernel fills: what it idles between kernels is no fault of theirs.
+    # How much of the GPU a kernel fills, without the idle time between kernels.
     filled = gpu.sm_active_pct / 100 if gpu.sm_active_pct is not None else None
     if filled is not None and gpu.util_pct:
         filled = min(100 * filled / gpu.util_pct, 1.0)
-    short_of_kernels = launch_share >= LIMITS.launch_share / 2
+    short_of_kernels = launch_share >= THRESHOLDS.launch_share / 2
     if filled is None and not short_of_kernels:
         return Abstention("batch_too_small", "SM activity (GPM, on Hopper and newer)")
-    idle_part = 1 - filled if filled is not None and filled < LIMITS.low_sm_active else 0.0
+    idle_part = 1 - filled if filled is not None and filled < THRESHOLDS.low_sm_active else 0.0
     if not idle_part and not short_of_kernels:
         return None
     cost_s = evidence.buckets.compute_s * idle_part + (evidence.launch_s or 0.0)
     facts = [time_spent(evidence, "compute", evidence.buckets.compute_s)]
     if filled is not None:
-        facts.append(f"SMs are active {percent(filled)} of the time that a kernel runs")
+        facts.append(f"while a kernel runs, {percent(filled)} of the SMs are active")
     facts.append(f"{percent(vram_share)} of the GPU's memory is in use")
     loader, larger = evidence.loader, "twice the batch"
     where = loader.where if loader else None
     if loader and loader.batch_size:
         larger = f"batch_size {loader.batch_size} → {2 * loader.batch_size}{at(where)}"
     fix = (
-        f"A suggestion, since it changes what is trained: try {larger} while memory lasts, with the learning rate "
-        "times √2 for Adam-like optimizers (× 2 for SGD). `fulltilt plan RUN` tells which batches fit."
+        f"A suggestion, since it changes what is trained: try {larger} as far as memory allows, with the learning rate "
+        "times √2 for Adam-like optimizers (× 2 for SGD). `fulltilt plan RUN` shows which batches fit."
     )
     return found(evidence, "batch_too_small", cost_s, facts, fix, where, by_removing(evidence.share(cost_s)))
 
 
-# --------------------------------------------------------------------------- arithmetic that is too dear
+# --------------------------------------------------------------------------- slow arithmetic
 
 # GPUs before Ampere by parts of their names: those with fp16 tensor cores alone, and those with none.
 _FP16_ONLY = ("T4", "V100", "TITAN V", "RTX 20", "TITAN RTX", "Quadro RTX")
@@ -97,7 +98,7 @@ def precision_unused(evidence: Evidence) -> Judgement:
     tensor_cores = evidence.rank.deep.tensor_core_share if evidence.rank.deep else None
     if tensor_cores is None and gpu and gpu.tensor_active_pct is not None:
         tensor_cores = gpu.tensor_active_pct / 100
-    on_tensor_cores = bool(precision.tf32) or (tensor_cores or 0.0) >= LIMITS.tensor_cores_used_share
+    on_tensor_cores = bool(precision.tf32) or (tensor_cores or 0.0) >= THRESHOLDS.tensor_cores_used_share
     compute_s = evidence.buckets.compute_s
     tf32 = {None: "unknown", True: "on", False: "off"}[precision.tf32]
     facts = [
@@ -111,21 +112,21 @@ def precision_unused(evidence: Evidence) -> Judgement:
         fix += ' with torch.amp.GradScaler("cuda")'
     elif not on_tensor_cores:
         fix += ', or at least allow TF32: torch.set_float32_matmul_precision("high")'
-    fix += ". It changes the rounding of what is trained, so compare the loss."
-    speed = LIMITS.tf32_to_half_speed if on_tensor_cores else LIMITS.fp32_to_half_speed
+    fix += ". That changes rounding, so compare the loss."
+    speed = THRESHOLDS.tf32_to_half_speed if on_tensor_cores else THRESHOLDS.fp32_to_half_speed
     predicted = by_speeding_up(evidence.share(compute_s), *speed)
-    # What it costs is what the faster arithmetic would save at the cautious end.
+    # The cost is what faster arithmetic would save at the cautious end.
     return found(evidence, "precision_unused", compute_s * (1 - 1 / speed[0]), facts, fix, None, predicted)
 
 
-# Kernels by what they do: cuDNN turning the layout of images round, convolutions, optimizers in several kernels.
+# Kernels by name: cuDNN converting the memory layout of images, convolutions, optimizers in several kernels.
 _LAYOUT = re.compile(r"nchwToNhwc|nhwcToNchw", re.IGNORECASE)
 _CONVOLUTION = re.compile(r"conv|_fprop|_dgrad|_wgrad|implicit_gemm", re.IGNORECASE)
 _UNFUSED = re.compile(r"multi_tensor_apply(?!.*Fused)", re.IGNORECASE)
 
 
 def free_switches(evidence: Evidence) -> Judgement:
-    """Switches that change no result to speak of, each told only where traced kernels show that it applies."""
+    """Performance flags that hardly change results, each advised only where traced kernels show that it applies."""
     rank, loader = evidence.rank, evidence.loader
     if rank.kernels is None or rank.precision is None:
         return Abstention("free_switches", "kernels of a traced step (runs longer than 8 s)")
@@ -138,82 +139,82 @@ def free_switches(evidence: Evidence) -> Judgement:
     )
     shapes = loader.batch_shapes if loader else None
     facts, fixes, saved = [], [], 0.0
-    if layout >= LIMITS.switch_share:
-        facts.append(f"cuDNN turns images from channels first to channels last in {percent(layout)} of the kernel time")
+    if layout >= THRESHOLDS.switch_share:
+        facts.append(f"cuDNN converts images from channels first to last in {percent(layout)} of the kernel time")
         fixes.append(
-            "keep them so: model.to(memory_format=torch.channels_last) and the same for the images (.to or .contiguous)"
+            "keep them channels last: model.to(memory_format=torch.channels_last), and the same for the images"
         )
         saved += layout
-    if unfused >= LIMITS.switch_share and precision.fused_optimizer is False:
+    if unfused >= THRESHOLDS.switch_share and precision.fused_optimizer is False:
         facts.append(f"the optimizer takes {percent(unfused)} of the kernel time, in several kernels for each group")
         fixes.append(
             f"one kernel does it: torch.optim.{rank.optimizers[0] if rank.optimizers else 'AdamW'}(fused=True)"
         )
         saved += unfused / 2
-    if convolution >= LIMITS.convolution_share and shapes is not None:
-        told = f"convolutions take {percent(convolution)} of the kernel time, in batches of {shapes} shapes"
-        if not precision.cudnn_benchmark and shapes <= LIMITS.few_shapes:
-            facts.append(f"{told}, and cudnn.benchmark is off")
+    if convolution >= THRESHOLDS.convolution_share and shapes is not None:
+        fact = f"convolutions take {percent(convolution)} of the kernel time, in batches of {shapes} shapes"
+        if not precision.cudnn_benchmark and shapes <= THRESHOLDS.few_shapes:
+            facts.append(f"{fact}, and cudnn.benchmark is off")
             fixes.append("let cuDNN find the fastest algorithm once: torch.backends.cudnn.benchmark = True")
-        elif precision.cudnn_benchmark and shapes > LIMITS.many_shapes:
-            facts.append(f"{told}, and cudnn.benchmark tries all algorithms for each new one")
+        elif precision.cudnn_benchmark and shapes > THRESHOLDS.many_shapes:
+            facts.append(f"{fact}, and cudnn.benchmark tries all algorithms for each new shape")
             fixes.append("torch.backends.cudnn.benchmark = False, or pad or crop to few shapes")
     if not facts:
         return None
     cost_s = evidence.buckets.compute_s * saved
-    fix = capital(f"{'; '.join(fixes)}. What that wins was not measured: try it and compare `fulltilt report` of both.")
+    fix = capital(f"{'; '.join(fixes)}. Try it and compare with `fulltilt report`: the gain was not measured.")
     return found(evidence, "free_switches", cost_s, facts, fix, None, gain(1.0, amdahl(evidence.share(cost_s))))
 
 
-# Its batches hold texts of like length already.
-_OF_LIKE_LENGTH = "TextLoader"
+# Its batches already hold texts of similar length.
+_SIMILAR_LENGTHS = "TextLoader"
 
 
 def padding_waste(evidence: Evidence) -> Judgement:
-    """Batches of texts are filled up to their longest, and the GPU computes on the filling."""
+    """The texts of a batch are padded to the longest, and the GPU computes on the padding."""
     loader = evidence.loader
     if loader is None or loader.padding_share is None:
-        if loader is not None and loader.batch_shapes is not None and loader.batch_shapes <= LIMITS.few_shapes:
-            return None  # looked into, and nothing in it was filled up to a length: images, tables
+        if loader is not None and loader.batch_shapes is not None and loader.batch_shapes <= THRESHOLDS.few_shapes:
+            return None  # images or tables: nothing in them is padded
         return Abstention("padding_waste", "a batch with an attention mask or padding to count")
     cost_s = evidence.buckets.compute_s * loader.padding_share
-    if loader.padding_share < LIMITS.padding_share or evidence.share(cost_s) < LIMITS.warn_share / 2:
+    if loader.padding_share < THRESHOLDS.padding_share or evidence.share(cost_s) < THRESHOLDS.warn_share / 2:
         return None
     facts = [
         f"{percent(loader.padding_share)} of what the batches hold is padding",
         time_spent(evidence, "compute on padding", cost_s),
     ]
     predicted: Gain | None = by_removing(evidence.share(cost_s))
-    if loader.dataset == _OF_LIKE_LENGTH:
+    if loader.dataset == _SIMILAR_LENGTHS:
         predicted = None
         fix = (
-            "Texts of like length share a batch already: give a budget of tokens in place of the batch size "
+            "Texts of similar length already share a batch: set a number of tokens instead of the batch size "
             "(tokens_per_batch), or a smaller batch size. Both change what is trained."
         )
     else:
         fix = (
             f"Pad each batch to its own longest text only (in the collate_fn of the loader{at(loader.where)}), and put "
-            "texts of like length into one batch: sort chunks of some hundred batches by length, and shuffle them. "
+            "texts of similar length into one batch: sort chunks of some hundred batches by length, and shuffle them. "
             "With Hugging Face: DataCollatorWithPadding and group_by_length=True."
         )
     return found(evidence, "padding_waste", cost_s, facts, fix, loader.where, predicted)
 
 
-# --------------------------------------------------------------------------- the healthy end
+# --------------------------------------------------------------------------- compute
 
 
 def compute_bound(evidence: Evidence) -> Judgement:
-    """The job computes most of its time: the healthy end, with the word on whether a full GPU is really full."""
+    """The job computes most of its time: the healthy state. Also says whether GPU utilisation means real work."""
     compute_s = evidence.buckets.compute_s - evidence.stalled_by_threads_s
     share = evidence.share(compute_s)
-    if share < LIMITS.compute_dominates:
+    if share < THRESHOLDS.compute_dominates:
         return None
-    if evidence.collectives_unmeasured:  # what a rank waits for its parameters looks like compute
-        return Abstention("compute_bound", "the collectives of sharded parameters (FSDP) that nothing hides")
+    if evidence.collectives_unmeasured:  # waiting for parameters looks like compute
+        return Abstention("compute_bound", "how long ranks wait for sharded parameters (FSDP)")
     facts = [time_spent(evidence, "compute", compute_s)]
     reached = evidence.share_of_ceiling
     if reached is not None and evidence.ceilings.compute_samples_per_s and evidence.throughput.samples_per_s:
-        bound = "at most" if evidence.bound == "at most" else "about"  # a ceiling measured beside loading is too low
+        bound = "at most" if evidence.bound == "at most" else "about"  # loading meanwhile lowers the ceiling
         facts.append(
             f"{number(evidence.throughput.samples_per_s)} of {bound} "
             f"{number(evidence.ceilings.compute_samples_per_s)} samples/s: {percent(reached)} of the compute ceiling"
@@ -221,30 +222,30 @@ def compute_bound(evidence: Evidence) -> Judgement:
     if words := gpu_step_words(evidence.run):
         facts.append(words)
     facts += [sentence for gpu in evidence.gpus if (sentence := is_it_real(gpu))]
-    healthy = share >= LIMITS.full_tilt_share
-    fix = "Compute sets the pace. " if healthy else "Once the rest is mended, compute sets the pace. "
+    healthy = share >= THRESHOLDS.full_tilt_share
+    fix = "Compute sets the pace. " if healthy else "Once the other findings are fixed, compute sets the pace. "
     if evidence.on_gpu:
         fix += "Only less arithmetic makes it faster: a smaller model, lower precision, torch.compile."
     else:
-        calls = [call for call in evidence.rank.computing_calls if call.seconds >= LIMITS.warn_share * compute_s]
+        calls = [call for call in evidence.rank.computing_calls if call.seconds >= THRESHOLDS.warn_share * compute_s]
         facts += [f"of compute, {line_cost(call, compute_s)}" for call in calls[:3]]
         facts += (others := neighbours(evidence))
-        ways = ["Run it where other processes leave it the CPUs"] if others else []
+        ways = ["Run it where other processes do not take the CPUs"] if others else []
         if evidence.crowded_by_workers:
             kept = percent(evidence.workers_share)
-            facts.append(f"loader workers keep {kept} of the CPUs, which compute then does not have")
+            facts.append(f"loader workers take {kept} of the CPUs from compute")
             line = costliest_line(evidence)
             ways.append(f"Make {f'{line.function} ({line.where})' if line else 'the fetch'} cheaper")
         fix = f"{'. '.join(ways)}. Apart from that, only" if ways else f"{fix}Only"
         fix += f" less arithmetic{_starting_at(evidence)}, a faster processor, or a GPU makes it faster."
-        if (told := _small_operations(evidence)) is not None:
-            fact, line = told
+        if (small := _small_operations(evidence)) is not None:
+            fact, line = small
             facts.insert(1, fact)
             where = line.where if line else None
-            place = f"{line.call or line.function}{at(where)}" if line else "the step"
+            place = call_at(line) if line else "the step"
             fix = (
-                f"{place}: work on whole tensors in place of a Python loop over parts of them (indexing by tensors, "
-                "broadcasting, torch.cdist, torch.vmap), or have it compiled (torch.compile)."
+                f"{place}: work on whole tensors instead of looping over parts of them in Python (indexing by tensors, "
+                "broadcasting, torch.cdist, torch.vmap), or compile it (torch.compile)."
             )
             finding = found(evidence, "compute_bound", compute_s, facts, fix, where, None, "info")
             return replace(finding, title="Compute-bound: many small operations")
@@ -252,38 +253,38 @@ def compute_bound(evidence: Evidence) -> Judgement:
 
 
 def _starting_at(evidence: Evidence) -> str:
-    """The lines that much of the computing on the CPU starts from, backward left out; empty where none stands out."""
+    """The lines from which much of the computing on the CPU starts, without backward; empty where none stands out."""
     compute_s = evidence.buckets.compute_s
     own = (line for line in evidence.rank.compute_lines if not line.where.startswith("torch/"))
-    much = [line for line in own if line.seconds >= LIMITS.warn_share * compute_s][:3]
-    told = (f"{line.call or line.function}{at(line.where)} {percent(line.seconds / compute_s)}" for line in much)
-    return f" (of which {', '.join(told)})" if much else ""
+    much = [line for line in own if line.seconds >= THRESHOLDS.warn_share * compute_s][:3]
+    words = (f"{call_at(line)} {percent(line.seconds / compute_s)}" for line in much)
+    return f" (of which {', '.join(words)})" if much else ""
 
 
 def _small_operations(evidence: Evidence) -> tuple[str, HotLine | None] | None:
-    """That a step on the CPU is so many and so short operations that starting them takes much of it, and from where."""
+    """For a step on the CPU of very many short operations: a fact, and the line that starts most of them."""
     rank = evidence.rank
     number_of = (rank.operations or 0) * max(rank.backwards, 1) / max(rank.steps, 1)
     ran = 1 - evidence.share(rank.cpu_wait_s or 0.0)  # without a CPU any operation takes long
     each_s = ran * evidence.per_step(evidence.buckets.compute_s) / max(number_of, 1.0)
-    if evidence.on_gpu or number_of < LIMITS.many_operations or each_s > LIMITS.short_operation_s:
+    if evidence.on_gpu or number_of < THRESHOLDS.many_operations or each_s > THRESHOLDS.short_operation_s:
         return None
     own = (line for line in rank.compute_lines if not line.where.startswith("torch/"))
     fact = (
-        f"a step is about {whole(round(number_of))} operations of {seconds(each_s)} each, backward included: starting "
-        "them (Python, dispatch, autograd) takes a large part of that"
+        f"a step is about {whole(round(number_of))} operations of {seconds(each_s)} each, backward included: the "
+        "overhead of each (Python, dispatch, autograd) is a large part of that"
     )
     return fact, max(own, key=lambda line: line.seconds, default=None)
 
 
 def gpu_in_use(evidence: Evidence) -> GpuSummary | None:
-    """The GPU of the rank that sets the pace."""
+    """The GPU of the slowest rank."""
     uuid = evidence.rank.gpu_uuid
     return next((gpu for gpu in evidence.gpus if gpu.uuid == uuid), evidence.gpus[0] if evidence.gpus else None)
 
 
 def _compute_dominates(evidence: Evidence) -> bool:
-    return evidence.share(evidence.buckets.compute_s) >= LIMITS.compute_dominates
+    return evidence.share(evidence.buckets.compute_s) >= THRESHOLDS.compute_dominates
 
 
 # --------------------------------------------------------------------------- copies
@@ -293,7 +294,7 @@ def transfer_blocking(evidence: Evidence) -> Judgement:
     """The GPU idles while the training thread copies a batch to it."""
     cost_s = evidence.buckets.transfer_s
     share = evidence.share(cost_s)
-    if share < LIMITS.transfer_share:
+    if share < THRESHOLDS.transfer_share:
         return None
     transfer = evidence.rank.transfer
     if transfer is None:
@@ -352,15 +353,15 @@ _OTHERWISE = "do it every {every} steps, or keep its result on the GPU"
 
 
 def sync_point(evidence: Evidence) -> Judgement:
-    """The host waits for the GPU, and the GPU then idles until the host has caught up again."""
+    """The host waits for the GPU, and the GPU then idles until the host has launched work again."""
     cost_s = evidence.buckets.sync_s
     share = evidence.share(cost_s)
-    if share < LIMITS.sync_share:
+    if share < THRESHOLDS.sync_share:
         return None
     lines = sorted(evidence.rank.sync_lines, key=lambda line: -line.seconds)
     if not lines and evidence.rank.syncs == 0:
         return Abstention("sync_point", "the calls that waited for the GPU")
-    facts = [time_spent(evidence, "idling after the host had waited for the GPU", cost_s)]
+    facts = [time_spent(evidence, "GPU idle time after the host waited for it", cost_s)]
     if evidence.rank.syncs:
         facts.append(f"{number(evidence.rank.syncs / max(evidence.rank.steps, 1))} such calls a step")
     facts += [line_cost(line) for line in lines[:3]]
@@ -372,24 +373,24 @@ def sync_point(evidence: Evidence) -> Judgement:
 
 def instead_of(call: str, share: float) -> str:
     """What to do instead of a call that waits for the GPU and costs ``share`` of the time."""
-    # So rarely that what is left of it is under half a percent.
+    # So rarely that it takes less than half a percent.
     every = next((n for n in (10, 20, 50) if share / n <= 0.005), 100)
     advice = next((advice for pattern, advice in _INSTEAD if re.search(pattern, call)), _OTHERWISE)
     return advice.format(every=every)
 
 
-# --------------------------------------------------------------------------- kernels that come too slowly
+# --------------------------------------------------------------------------- kernels launched too slowly
 
 
 def launch_bound(evidence: Evidence) -> Judgement:
     """Kernels are so short that the host cannot launch them as fast as the GPU runs them."""
     if evidence.launch_s is None:
         return Abstention("launch_bound", "the GPU's idle time between kernels")
-    cost_s = max(evidence.launch_s - evidence.contended_s, 0.0)  # without a CPU nobody launches: another cause
+    cost_s = max(evidence.launch_s - evidence.contended_s, 0.0)  # without a CPU: that is launch_contended
     share = evidence.share(cost_s)
-    if share < LIMITS.launch_share:
+    if share < THRESHOLDS.launch_share:
         return None
-    facts = [time_spent(evidence, "idling between kernels that the host launches too slowly", cost_s)]
+    facts = [time_spent(evidence, "GPU idle time between kernels that the host launches too slowly", cost_s)]
     traced = evidence.rank.kernels
     if traced and traced.kernels:
         facts.append(f"{traced.kernels} kernels a step of {seconds(traced.busy_s / traced.kernels)} each")
@@ -402,7 +403,7 @@ def launch_bound(evidence: Evidence) -> Judgement:
     if rank.compile and rank.compile.graph_breaks:
         reasons = f": {'; '.join(rank.compile.break_reasons[:2])}" if rank.compile.break_reasons else ""
         facts.append(f"torch.compile broke the graph {count('time', rank.compile.graph_breaks)}{reasons}")
-        fixes.insert(0, "mend what breaks the compiled graph: torch.compile(model, fullgraph=True) names its line")
+        fixes.insert(0, "fix what breaks the compiled graph: torch.compile(model, fullgraph=True) names its line")
     fusible = [name for name in rank.optimizers if name in ("Adam", "AdamW", "SGD", "Adagrad")]
     if fusible:
         fixes.append(f"update all parameters in one kernel: {fusible[0]}(..., fused=True)")
@@ -411,7 +412,7 @@ def launch_bound(evidence: Evidence) -> Judgement:
     if thread := busy_thread(evidence):
         named, fact = thread
         facts.append(fact)
-        fixes.insert(0, f"give the work of {named} to a process, so that the GIL is free to launch kernels")
+        fixes.insert(0, f"move the work of {named} to a process, so that the GIL is free to launch kernels")
     fix = capital(f"{'; '.join(fixes)}.")
     return found(evidence, "launch_bound", cost_s, facts, fix, None, by_removing(share))
 
@@ -420,13 +421,13 @@ def launch_bound(evidence: Evidence) -> Judgement:
 
 
 def throttled(evidence: Evidence) -> Judgement:
-    """The GPU lowers its clock: too hot, too little power, a fault of the board."""
+    """The GPU lowers its clock: it is too hot, has too little power, or the board has a fault."""
     measured = [gpu for gpu in evidence.gpus if gpu.throttled_share is not None]
     if not measured:
         return Abstention("throttled", "the GPU's clock and its reasons for slowing down")
     worst = max(measured, key=lambda gpu: gpu.throttled_share or 0.0)
     share = worst.throttled_share or 0.0
-    if share < LIMITS.throttled_share:
+    if share < THRESHOLDS.throttled_share:
         return None
     readings = [reading for sample in training_samples(evidence.run) for reading in sample.gpus]
     clock = clock_ratio(reading for reading in readings if reading.uuid == worst.uuid)
@@ -435,7 +436,7 @@ def throttled(evidence: Evidence) -> Judgement:
     facts += [f"its clock was at {percent(clock)} of its maximum"] if clock is not None else []
     facts += [f"it reached {celsius(worst.temperature_peak_c)}"] if worst.temperature_peak_c is not None else []
     hot = any("thermal" in reason.lower() for reason in worst.throttle_reasons)
-    fix = "Give the GPU its power: raise the limit (nvidia-smi -pl), check the supply and its cables."
+    fix = "Give the GPU more power: raise the limit (nvidia-smi -pl), check the supply and its cables."
     if hot:
         fix = "Cool the GPU: clear its air flow, raise the fan speed or lower the room's temperature."
     fix += " Until then its timings say nothing about the job."
@@ -445,7 +446,7 @@ def throttled(evidence: Evidence) -> Judgement:
 
 
 def gpu_shared(evidence: Evidence) -> Judgement:
-    """Somebody else's process sits on the same GPU."""
+    """Another process uses the same GPU."""
     uuids = {gpu.uuid for gpu in evidence.gpus}
     readings = [r for s in training_samples(evidence.run) for r in s.gpus if r.uuid in uuids]
     if all(reading.processes is None for reading in readings):
@@ -460,12 +461,12 @@ def gpu_shared(evidence: Evidence) -> Judgement:
     ]
     if len(others) > 3:
         facts.append(f"and {len(others) - 3} more")
-    fix = "Give the job a GPU of its own (CUDA_VISIBLE_DEVICES): timings beside others are not its own."
-    # Processes that compute take turns; an idle one, such as a notebook somebody left open, only takes memory.
+    fix = "Give the job a GPU of its own (CUDA_VISIBLE_DEVICES): timings on a shared GPU are not the job's own."
+    # Processes that compute take turns; an idle one, such as an open notebook, only takes memory.
     use_pct = use_before_the_job(evidence.run, crowded.uuid)
     if use_pct is not None:
-        facts.append(f"before the job came to it, that GPU was busy {percent(use_pct / 100)} of the time")
-        if use_pct < LIMITS.idle_gpu_pct:
+        facts.append(f"before the job used it, that GPU was busy {percent(use_pct / 100)} of the time")
+        if use_pct < THRESHOLDS.idle_gpu_pct:
             return found(evidence, "gpu_shared", 0.0, facts, fix, severity="info")
     cost_s = evidence.buckets.compute_s * len(others) / (len(others) + 1)
     predicted = gain(1.0, amdahl(evidence.share(cost_s)))

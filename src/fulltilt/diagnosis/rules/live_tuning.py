@@ -1,6 +1,6 @@
-"""A loader under live tuning: what was measured there goes before what a rule would predict.
+"""Findings about a loader under live tuning: its measurements replace the rules' predictions.
 
-The run's own figures mix the stretches before, during and after the trials, so the rules' advice on workers and queues
+The run's own figures mix the times before, during and after the trials, so the rules' advice on workers and prefetch
 would contradict what was tried.
 """
 
@@ -23,7 +23,7 @@ from fulltilt.diagnosis.findings import (
     time_spent,
 )
 from fulltilt.diagnosis.rules.worker_count import gain_without_wait
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import capital, count, number, percent, times
 from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord, Settings
 
@@ -32,21 +32,21 @@ _OF_THE_LOADER = (*_INPUT, "cpu_oversubscribed")
 
 
 def as_measured(evidence: Evidence, judgement: Judgement) -> Judgement:
-    """A finding about the loader with live tuning's figures and settings in it, where a trial came to its end."""
+    """A finding about the loader, rewritten with the figures and settings that live tuning measured."""
     loader, live = evidence.loader, evidence.live
     if not isinstance(judgement, Finding) or judgement.code not in _OF_THE_LOADER or loader is None or live is None:
         return judgement
     if live.state == "left_alone":
-        first = f"Live tuning left this loader alone: {live.why}. Once that is mended, or if it does not matter: "
+        first = f"Live tuning left this loader alone: {live.why}. After fixing that, or if it does not matter: "
         return replace(judgement, fix=first + judgement.fix)
-    # How many workers pay was measured: that they queue for CPUs says no more than that CPUs limit them.
+    # The best number of workers was measured: that they queue for CPUs only means that CPUs limit them.
     code = "input_cpu_bound" if judgement.code == "cpu_oversubscribed" else judgement.code
     if not changes(live) and not _judged(live):
         trial = on_trial(live)
         if trial is None or not live.before.num_workers:
             return judgement
-        # What the workers did is of two settings, and advises nothing.
-        fix = f"Run it longer with --auto, or once without: it had only begun to try {settings_words(trial)}."
+        # The workers' figures mix two settings, so they give no advice.
+        fix = f"Run it longer with --auto, or once without: live tuning had only begun to try {settings_words(trial)}."
         facts = tuple(_facts(evidence, live))
         return replace(judgement, code=code, evidence=facts, fix=fix, predicted_speedup=gain_without_wait(evidence))
     if judgement.title == WORKERS_SHARE_LOCK:
@@ -90,28 +90,28 @@ def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
         fix = f"Write what live tuning found into the script{place}: {rewritten(evidence, loader, **call)}."
     else:
         tried = "; ".join(dict.fromkeys(settings_words(move.settings) for move in _judged(live)))
-        fix = f"Leave the loader{place} at {settings_words(live.settings)}. Live tuning tried what could pay: {tried}."
-    if untold := _untold(live):
-        fix += f" {capital(untold)}."
+        fix = f"Leave the loader{place} at {settings_words(live.settings)}: live tuning tried {tried}."
+    if unclear := _unmeasured_gain(live):
+        fix += f" {capital(unclear)}."
     if (trial := on_trial(live)) is not None:
         fix += f" On trial at the end: {settings_words(trial)}."
     if _still_waits(live):
         line = costliest_line(evidence)
         cheaper = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
-        waits = f"waits for data in {percent(live.wait_share)} of the measured time"
+        waits = f"waits for data {percent(live.wait_share)} of the measured time"
         fix += f" Training still {waits} with {settings_words(live.settings)}: make {cheaper} cheaper."
     return f"{fix} {OTHERS_TAKE_CPUS}" if neighbours(evidence) else fix
 
 
 def _still_waits(live: LiveRecord) -> bool:
-    """Whether no setting has made the loader fast enough."""
-    return live.wait_share is not None and live.wait_share >= LIMITS.warn_share
+    """Whether no setting made the loader fast enough."""
+    return live.wait_share is not None and live.wait_share >= THRESHOLDS.warn_share
 
 
 def _gain(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> Gain | None:
-    """What a run wins that begins with the settings found, over this one, which had to find them.
+    """The gain of starting with the settings that live tuning found, over this run, which had to find them.
 
-    Where training still waits with them, a cheaper fetch wins more: up to all of the waiting.
+    Where training still waits with them, a cheaper fetch wins more: up to all of the wait.
     """
     if not live.batches_per_s or live.wait_share is None:
         return None
@@ -124,19 +124,19 @@ def _gain(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> Gain | 
 
 
 def _measured(batches_per_s: float, wait_share: float) -> str:
-    return f"{number(batches_per_s)} batches/s, waiting for data in {percent(wait_share)} of the measured time"
+    return f"{number(batches_per_s)} batches/s, waiting for data {percent(wait_share)} of the measured time"
 
 
 # --------------------------------------------------------------------------- in words and as settings
 
 Value = str | int | float | bool | None
 
-# torch's own depth of the queue, which a loader without workers does not name.
+# torch's default, which a loader without workers does not have.
 _DEFAULT_PREFETCH = 2
 
 
 def changes(live: LiveRecord) -> dict[str, tuple[Value, Value]]:
-    """The settings that live tuning changed, each as it was and as it is; none where it left the loader alone."""
+    """The settings that live tuning changed, with old and new value; none where it left the loader alone."""
     if live.state == "left_alone":
         return {}
     changed = {}
@@ -149,7 +149,7 @@ def changes(live: LiveRecord) -> dict[str, tuple[Value, Value]]:
 
 
 def on_trial(live: LiveRecord) -> Settings | None:
-    """The settings whose trial had not come to its end when the record was written."""
+    """The settings whose trial had not ended when the record was written."""
     trying = live.state == "trying" and live.moves and live.moves[-1].outcome == "trying"
     return live.moves[-1].settings if trying else None
 
@@ -163,7 +163,7 @@ def settings_words(settings: Settings) -> str:
 
 
 def live_settings(live: LiveRecord | None) -> tuple[tuple[str, Value], ...]:
-    """What live tuning did, as settings: ``live.num_workers`` of "0 → 4", and why it stands there."""
+    """What live tuning did, as settings: ``live.num_workers`` of "0 → 4", and why."""
     if live is None:
         return ()
     changed = [
@@ -175,14 +175,14 @@ def live_settings(live: LiveRecord | None) -> tuple[tuple[str, Value], ...]:
 
 
 def live_words(live: LiveRecord) -> str:
-    """What live tuning did, in a few words for a line that has other things to say."""
+    """What live tuning did, in a few words."""
     if live.state == "left_alone":
         return "; ".join(filter(None, (f"live tuning left the loader alone: {live.why}", live.note)))
     changed = ", ".join(f"{name} {_plain(before)} → {_plain(after)}" for name, (before, after) in changes(live).items())
-    trial, untold = _on_trial_at_the_end(live), _untold(live)
+    trial, unclear = _on_trial_at_the_end(live), _unmeasured_gain(live)
     if not changed and not trial:
         done = "kept the script's settings" if live.note else "changed nothing"
-        return "; ".join(filter(None, (f"live tuning {done}: {live.why}", untold, live.note)))
+        return "; ".join(filter(None, (f"live tuning {done}: {live.why}", unclear, live.note)))
     gain = ""
     before, after = live.before_batches_per_s, live.batches_per_s
     if changed and before and after and live.before_wait_share is not None and live.wait_share is not None:
@@ -190,15 +190,15 @@ def live_words(live: LiveRecord) -> str:
         gain = f"{times(after / before)} as many batches a second ({number(after)}), {wait}"
     if changed and live.ranks > 1:
         changed += f" (each of {live.ranks} ranks)"
-    first, *rest = filter(None, (changed, gain, untold, trial, live.note))
+    first, *rest = filter(None, (changed, gain, unclear, trial, live.note))
     return "; ".join((f"live tuning: {first}", *rest))
 
 
-def _untold(live: LiveRecord) -> str:
-    """The settings of which no trial told whether they pay, since the job changed by more; their moves say by what."""
+def _unmeasured_gain(live: LiveRecord) -> str:
+    """The settings whose gain could not be measured; ``why`` of their moves says by how much the job's speed varied."""
     last = {settings_words(move.settings): move for move in live.moves}
-    untold = " or ".join(words for words, move in last.items() if move.outcome == "returned" and move.why)
-    return f"what {untold} would gain could not be told: the job's own pace changed by more" if untold else ""
+    unclear = " or ".join(words for words, move in last.items() if move.outcome == "returned" and move.why)
+    return f"the gain of {unclear} could not be measured: the job's own speed varied by more" if unclear else ""
 
 
 def _on_trial_at_the_end(live: LiveRecord) -> str:

@@ -1,8 +1,8 @@
-"""The machine holds the training up: its memory and its CPUs."""
+"""The machine slows the training down: its memory and its CPUs."""
 
 from __future__ import annotations
 
-from fulltilt.diagnosis.evidence import Evidence, crowding
+from fulltilt.diagnosis.evidence import Evidence, threads_per_cpu
 from fulltilt.diagnosis.findings import (
     OTHERS_TAKE_CPUS,
     Judgement,
@@ -19,9 +19,9 @@ from fulltilt.diagnosis.findings import (
     time_spent,
 )
 from fulltilt.diagnosis.gpu_summary import vram_used_share
-from fulltilt.diagnosis.loader_bottleneck import Limit, is_crowded
+from fulltilt.diagnosis.loader_bottleneck import Bottleneck, is_oversubscribed
 from fulltilt.diagnosis.rules.worker_count import allowed_workers
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import capital, count, cpus, number, percent, seconds, size
 from fulltilt.records import Abstention, LoaderRecord
 
@@ -29,15 +29,15 @@ from fulltilt.records import Abstention, LoaderRecord
 
 
 def memory_pressure(evidence: Evidence) -> Judgement:
-    """Memory is so full that the system reads back swapped pages, or the GPU's allocator frees and tries again."""
+    """Memory is so full that the system reads back swapped pages, or the GPU's allocator has to retry."""
     host = evidence.host
     retries = max((rank.alloc_retries for rank in evidence.run.ranks if rank.alloc_retries is not None), default=None)
     vram_share = max((share for gpu in evidence.gpus if (share := vram_used_share(gpu)) is not None), default=None)
     measured = (host.ram_share_peak, host.swap_in_bytes_per_s, retries, vram_share)
     if all(figure is None for figure in measured):
         return Abstention("memory_pressure", "readings of memory use")
-    swapping = (host.swap_in_bytes_per_s or 0.0) >= LIMITS.swap_in_bytes_per_s
-    full = (host.ram_share_peak or 0.0) >= LIMITS.ram_full_share
+    swapping = (host.swap_in_bytes_per_s or 0.0) >= THRESHOLDS.swap_in_bytes_per_s
+    full = (host.ram_share_peak or 0.0) >= THRESHOLDS.ram_full_share
     facts, fixes = [], []
     severity: Severity = "warn"
     if swapping:
@@ -51,13 +51,13 @@ def memory_pressure(evidence: Evidence) -> Judgement:
     if retries:
         facts.append(f"the GPU's allocator ran out and freed its cache {count('time', retries)}")
         fixes.append(
-            "leave the GPU some memory: a smaller micro-batch, gradient checkpointing, or "
+            "leave some GPU memory free: a smaller micro-batch, gradient checkpointing, or "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation"
         )
-    elif vram_share is not None and vram_share > LIMITS.vram_full_share:
+    elif vram_share is not None and vram_share > THRESHOLDS.vram_full_share:
         severity = severity if fixes else "info"
-        facts.append(f"the GPU's memory is at {percent(vram_share)}; nothing was retried yet")
-        fixes.append("keep the batch as it is: a larger one, or a longer sample, will not fit")
+        facts.append(f"the GPU's memory is at {percent(vram_share)}; no allocation had to be retried so far")
+        fixes.append("keep the batch size: a larger batch, or longer samples, will not fit")
     if not facts:
         return None
     cost_s = (host.ram_full_share or 0.0) * evidence.active_s
@@ -80,9 +80,9 @@ _SOON_S, _DAY_S = 3600.0, 86400.0
 def worker_memory_growth(evidence: Evidence) -> Judgement:
     """The private memory of the workers grows steadily, until there is none left."""
     loader, growth = evidence.loader, evidence.workers.growth if evidence.workers else None
-    if loader is None or not loader.num_workers or growth is None or growth.bytes < LIMITS.growth_bytes:
+    if loader is None or not loader.num_workers or growth is None or growth.bytes < THRESHOLDS.growth_bytes:
         return None
-    if growth.over_s < (LIMITS.stream_growth_s if loader.iterable else LIMITS.growth_seen_s):
+    if growth.over_s < (THRESHOLDS.stream_growth_s if loader.iterable else THRESHOLDS.growth_seen_s):
         return None
     left = evidence.host.ram_left_bytes
     if left is None:
@@ -90,33 +90,33 @@ def worker_memory_growth(evidence: Evidence) -> Judgement:
     ranks = max(round(evidence.machine.cpu.usable / max(evidence.usable_cpus, 0.01)), 1)
     workers = loader.num_workers * ranks
     a_sample = growth.bytes / max(growth.batches * (loader.samples or 0) / max(loader.batches, 1), 1.0)
-    # A cache stops growing when a worker has met every sample, which it does not in one pass of several workers.
-    met_all = loader.persistent_workers and (loader.samples or 0) > (
-        LIMITS.growth_passes * (loader.dataset_len or 0) * loader.num_workers
+    # A cache stops growing when a worker has seen every sample; with several workers that takes several passes.
+    seen_all = loader.persistent_workers and (loader.samples or 0) > (
+        THRESHOLDS.growth_passes * (loader.dataset_len or 0) * loader.num_workers
     )
-    if loader.dataset_len and not met_all and a_sample * loader.dataset_len * workers < left:
+    if loader.dataset_len and not seen_all and a_sample * loader.dataset_len * workers < left:
         return None
     copied = 2 * growth.copied_bytes >= growth.bytes
     if copied and growth.shared_bytes * workers < left:
-        return None  # every page is copied once at most, and there is room for that
+        return None  # every page is copied at most once, and that fits
     full_s = left / (workers * growth.bytes / growth.over_s)
     killed = evidence.run.run.oom_kills
     if full_s > _DAY_S and not killed:
         return None
     facts = [
         f"a worker's own memory grows by {size(growth.bytes / growth.over_s)}/s, {size(a_sample)} a sample: "
-        f"{count('worker', workers)} will fill the {size(left)} that are left within {seconds(full_s)}",
+        f"{count('worker', workers)} will fill the remaining {size(left)} within {seconds(full_s)}",
     ]
     if killed:
         facts.append(f"the kernel killed {count('process', killed)} for lack of memory")
     if copied:
-        facts.append(f"its pages are copies of the training process's; {size(growth.shared_bytes)} are still shared")
+        facts.append(f"they are copies of the training process's pages; {size(growth.shared_bytes)} are still shared")
     if loader.objects:
         facts.append(f"the data set {loader.dataset} keeps Python objects: {loader.objects}")
     fix = (
-        f"Let the data set{at(loader.where)} keep arrays in place of Python objects: a list or dict is shared between "
-        "workers only until it is read. Nor should __getitem__ store what it has read. Until then: "
-        "persistent_workers=False frees it after each pass, fewer workers fill it later."
+        f"Let the data set{at(loader.where)} keep arrays instead of Python objects: workers share a list or dict only "
+        "until they read it. And __getitem__ should not store what it has read. Until then: persistent_workers=False "
+        "frees the memory after each pass, and fewer workers fill it later."
     )
     severity: Severity = "severe" if full_s < _SOON_S or killed else "warn"
     return found(evidence, "worker_memory_growth", 0.0, facts, fix, loader.where, None, severity)
@@ -128,7 +128,7 @@ def worker_memory_growth(evidence: Evidence) -> Judgement:
 def cpu_affinity(evidence: Evidence) -> Judgement:
     """The workers are bound to fewer CPUs than the job may use, and queue for them."""
     rank, loader, work, supply = evidence.rank, evidence.loader, evidence.workers, evidence.supply
-    if evidence.limit is not Limit.CONFINED or loader is None or work is None or work.cpus is None or supply is None:
+    if evidence.bottleneck is not Bottleneck.AFFINITY or not (loader and work and work.cpus and supply):
         return None
     allowed, began = int(evidence.allowed_cpus), rank.cpus_at_start
     facts = [
@@ -139,13 +139,13 @@ def cpu_affinity(evidence: Evidence) -> Judgement:
     restore = "os.sched_setaffinity(0, range(os.cpu_count()))"
     if began is not None and began > work.cpus:
         whose = "the process" if rank.cpus is not None and rank.cpus <= work.cpus else "a worker"
-        facts.append(f"{whose} could use {cpus(began)} when it began: an import, or a call, has bound it since")
+        facts.append(f"{whose} could use {cpus(began)} at first: an import or a call has bound it since")
         fix = (
             f"Find what binds {whose}: os.sched_setaffinity in the script or in a library, or OMP_PROC_BIND, "
             "GOMP_CPU_AFFINITY or KMP_AFFINITY in the environment."
         )
     else:
-        facts.append(f"it began so: the command that started it binds it to {cpus(work.cpus)}")
+        facts.append(f"it was bound to {cpus(work.cpus)} from the start, by the command that started it")
         fix = (
             "Start the job without the binding (taskset, numactl --physcpubind, cpuset). Slurm: "
             f"srun --cpus-per-task={allowed} (srun does not take sbatch's), or --cpu-bind=none."
@@ -154,27 +154,27 @@ def cpu_affinity(evidence: Evidence) -> Judgement:
     wider = min(allowed, loader.num_workers + 1) / work.cpus
     slowed_s = evidence.buckets.data_wait_s
     if not evidence.on_gpu and rank.cpus is not None and rank.cpus <= work.cpus:
-        slowed_s += evidence.buckets.compute_s  # the training computes on the same few
-    predicted = by_speeding_up(evidence.share(slowed_s), 1 + (wider - 1) * LIMITS.scaling_low, wider)
+        slowed_s += evidence.buckets.compute_s  # the training computes on the same CPUs
+    predicted = by_speeding_up(evidence.share(slowed_s), 1 + (wider - 1) * THRESHOLDS.scaling_low, wider)
     return found(evidence, "cpu_affinity", slowed_s * (1 - 1 / wider), facts, fix, loader.where, predicted)
 
 
 def launch_contended(evidence: Evidence) -> Judgement:
-    """The training thread has no CPU to launch kernels on: the job's own workers, or others, keep them all busy."""
+    """The training thread gets no CPU to launch kernels: the job's own workers, or other processes, keep all busy."""
     waited_s, loader = evidence.rank.cpu_wait_s, evidence.loader
     if waited_s is None:
         return Abstention("launch_contended", "how long the training thread waited for a CPU")
     cost_s = evidence.contended_s
     share = evidence.share(cost_s)
-    if share < LIMITS.launch_contended_share:
+    if share < THRESHOLDS.launch_contended_share:
         return None
     used_pct, usable = evidence.host.tree_cpu_pct, evidence.usable_cpus
     workers = loader.num_workers if loader else 0
     facts = [
-        f"the training thread waits for a CPU in {percent(evidence.share(waited_s))} of the time after start-up, and "
-        "launches nothing meanwhile",
+        f"for {percent(evidence.share(waited_s))} of the time after start-up the training thread waits for a CPU and "
+        "launches nothing",
     ]
-    own = used_pct is not None and used_pct >= LIMITS.cpus_full_share * 100 * usable
+    own = used_pct is not None and used_pct >= THRESHOLDS.cpus_full_share * 100 * usable
     if used_pct is not None:
         facts.append(f"the job's processes keep {number(used_pct / 100)} of {cpus(usable)} busy")
     where = loader.where if own and loader else None
@@ -198,39 +198,38 @@ def gil_contended(evidence: Evidence) -> Judgement:
     """Other Python threads of the job take the interpreter lock, or a CPU, from the training thread."""
     cost_s, thread = evidence.stalled_by_threads_s, busy_thread(evidence)
     share = evidence.share(cost_s)
-    if thread is None or share < LIMITS.gil_contended_share:
+    if thread is None or share < THRESHOLDS.gil_contended_share:
         return None
     named, fact = thread
     lines = evidence.busy_threads[0].lines
-    told = f"the training thread stands still in {percent(share)} of the time after start-up, without the GIL or a CPU"
+    stalled = f"for {percent(share)} of the time after start-up the training thread waits for the GIL or a CPU"
     fix = (
-        f"Give the work of {named} to a process, which has a GIL of its own: a DataLoader with num_workers, or "
+        f"Move the work of {named} to a process, which has a GIL of its own: a DataLoader with num_workers, or "
         "multiprocessing.Process."
     )
     where = lines[0].where if lines else None
-    return found(evidence, "gil_contended", cost_s, [told, fact], fix, where, gain(1.0, amdahl(share)))
+    return found(evidence, "gil_contended", cost_s, [stalled, fact], fix, where, gain(1.0, amdahl(share)))
 
 
 def cpu_oversubscribed(evidence: Evidence) -> Judgement:
-    """Workers and threads are so many that they queue for the CPUs and get in each other's way."""
+    """So many workers and threads that they queue for the CPUs and slow each other down."""
     rank, loader, supply = evidence.rank, evidence.loader, evidence.supply
-    demand = crowding(rank, loader, evidence.usable_cpus, evidence.host)
-    if demand < LIMITS.crowded_cpus:
+    demand = threads_per_cpu(rank, loader, evidence.usable_cpus, evidence.host)
+    if demand < THRESHOLDS.threads_per_cpu:
         return None
     if loader is None or loader.num_workers == 0:
         return _too_many_threads(evidence)
     if supply is None or supply.queueing_share is None:
         return Abstention("cpu_oversubscribed", "how long the workers waited for a CPU")
-    if not is_crowded(supply, demand) or evidence.limit not in (Limit.CROWDED, Limit.NOTHING):
-        return None  # when another part of the input sets its rate, queueing is beside the point
+    if not is_oversubscribed(supply, demand) or evidence.bottleneck not in (Bottleneck.OVERSUBSCRIBED, Bottleneck.NONE):
+        return None  # another part of loading sets its rate
     threads = (rank.torch_threads or 1) if not evidence.on_gpu else 1
-    # What the queueing can have slowed down: waiting for data, and on a CPU job the computing beside it, from which
-    # the workers cannot take more CPU time than they use.
+    # Queueing slows down loading and, on a CPU job, computing: by at most the CPU time that the workers use.
     taken_s = evidence.workers.process_cpu_s if evidence.workers and not evidence.on_gpu else 0.0
     computing_s = min(evidence.buckets.compute_s * supply.queueing_share, taken_s)
     cost_s = evidence.buckets.data_wait_s * supply.queueing_share + computing_s
     share = evidence.share(cost_s)
-    if share < LIMITS.data_wait_share:
+    if share < THRESHOLDS.data_wait_share:
         return None
     rate = evidence.delivered_samples_per_s
     workers = allowed_workers(evidence, supply, rate) if rate else max(int(evidence.usable_cpus) - 1, 1)
@@ -246,25 +245,25 @@ def cpu_oversubscribed(evidence: Evidence) -> Judgement:
         f"{rewritten(evidence, loader, num_workers=workers)}."
     )
     if workers >= loader.num_workers:
-        fix = f"Leave the workers a CPU each{at(loader.where)}."
+        fix = f"Leave each worker a CPU{at(loader.where)}."
     if threads > 1:
         free = max(int(evidence.usable_cpus) - min(workers, loader.num_workers), 1)
         fix += f" And give the training {count('thread', free)}: torch.set_num_threads({free})."
-    high = min(LIMITS.oversubscription_loss, amdahl(share))
+    high = min(THRESHOLDS.oversubscription_loss, amdahl(share))
     return found(evidence, "cpu_oversubscribed", cost_s, facts, fix, loader.where, gain(1.0, high))
 
 
 def _too_many_threads(evidence: Evidence) -> Judgement:
-    """Training threads alone: they take turns on the CPUs, and an operation ends with the last of them."""
+    """Too many training threads: they take turns on the CPUs, and an operation takes as long as the last of them."""
     threads, waited_s, usable = evidence.rank.torch_threads or 1, evidence.rank.cpu_wait_s, evidence.usable_cpus
     if waited_s is None:
         return Abstention("cpu_oversubscribed", "how long the training thread waited for a CPU")
     share = evidence.share(cost_s := min(waited_s, evidence.buckets.compute_s))
-    if share < LIMITS.warn_share:
+    if share < THRESHOLDS.warn_share:
         return None
     facts = [
         f"{count('training thread', threads)} queue for {cpus(usable)}",
-        f"the one that trains waits for a CPU in {percent(evidence.share(waited_s))} of the time after start-up",
+        f"for {percent(evidence.share(waited_s))} of the time after start-up the main one waits for a CPU",
     ]
     fewer = max(int(usable), 1)
     fix = f"Give the training {count('thread', fewer)}: torch.set_num_threads({fewer}), or OMP_NUM_THREADS={fewer}."

@@ -1,4 +1,4 @@
-"""Several ranks: who is late, and what exchanging gradients costs."""
+"""Several ranks: which one is late, and what exchanging gradients costs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fulltilt.diagnosis.findings import (
     time_spent,
 )
 from fulltilt.diagnosis.stragglers import LEAST_EVENTS
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import count, percent, seconds
 from fulltilt.records import Abstention, FindingCode, RankSummary
 
 _ADVICE = {
-    "data_wait_s": "give it the same storage, CPUs and workers as the others, and shares of the data of equal cost",
+    "data_wait_s": "give it the same storage, CPUs and workers as the others, and data that costs as much to load",
     "compute_s": "balance the batches (equal lengths and sizes on every rank), and check the clock of its GPU",
-    "host_code_s": "what it alone does between steps (logging, drawing) belongs after the epoch or into a thread",
-    "checkpoint_s": "let it save beside the training (torch.distributed.checkpoint.async_save)",
+    "host_code_s": "move what only it does between steps (logging, plotting) to the end of the epoch or a thread",
+    "checkpoint_s": "save in the background (torch.distributed.checkpoint.async_save)",
     "validation_s": "divide validation among all ranks",
 }
 
@@ -38,14 +38,14 @@ _LESS_GATHERING = (
 def straggler(evidence: Evidence) -> Judgement:
     """One rank needs longer for its own work, and the others wait for it at every exchange.
 
-    Where it is now one rank, now another, no rank is to blame: what makes them late is uneven.
+    Or the late rank changes from step to step, since batches take unevenly long to load.
     """
     if lacking := _lacking(evidence, "straggler"):
         return lacking
     if len(evidence.ranks) < 2:
         return None
     steps = evidence.rank_steps
-    if steps is None or len(steps.windows) < LEAST_EVENTS:  # too coarse to be told step by step
+    if steps is None or len(steps.windows) < LEAST_EVENTS:  # too coarse to compare step by step
         late = [rank for rank in evidence.ranks if rank.slowest]
     else:
         late = [evidence.ranks[place] for place in steps.steady()]
@@ -55,28 +55,28 @@ def straggler(evidence: Evidence) -> Judgement:
     slowest = max(late, key=lambda rank: rank.own_work_s)
     waits_s = fmean(min(max(slowest.own_work_s - r.own_work_s, 0.0), r.buckets.communication_s) for r in others)
     share = evidence.share(waits_s)
-    if share < LIMITS.straggler_share:
+    if share < THRESHOLDS.straggler_share:
         return None
     cause, excess_s = _what_differs(slowest, others)
     who = _who(evidence, late)
     facts = [
-        f"the others wait for {who} {percent(share)} of the time after start-up",
+        f"for {percent(share)} of the time after start-up the other ranks wait for {who}",
         f"it works {seconds(evidence.per_step(slowest.own_work_s))} a step, the others "
         f"{seconds(evidence.per_step(fmean(rank.own_work_s for rank in others)))}",
         f"{BUCKET_WORDS[cause]} takes {seconds(evidence.per_step(excess_s))} a step more on rank {slowest.rank}",
     ]
-    if slowest.own_past_speed is not None and slowest.own_past_speed < LIMITS.slowed_down:
+    if slowest.own_past_speed is not None and slowest.own_past_speed < THRESHOLDS.slowed_down:
         facts.append(f"it has become slower: {percent(slowest.own_past_speed)} of its speed in the first steps")
     record = next((rank for rank in evidence.run.ranks if rank.rank == slowest.rank), evidence.rank)
     lines = sorted(record.host_lines, key=lambda line: -line.seconds) if cause == "host_code_s" else []
     facts += [line_cost(line) for line in lines[:1]]
-    fix = f"Look at {who}: {_ADVICE.get(cause, 'make its work as light as the others have it')}."
+    fix = f"Look at {who}: {_ADVICE.get(cause, 'give it as much work as the others')}."
     where = lines[0].where if lines else None
     return found(evidence, "straggler", waits_s, facts, fix, where, by_removing(share))
 
 
 def _uneven(evidence: Evidence) -> Judgement:
-    """The rank that comes last is now one, now another: it waited longer for its data than the others."""
+    """A different rank is late each time, since it waited longer for its data than the others."""
     steps = evidence.rank_steps
     if steps is None or len(steps.events) < LEAST_EVENTS or steps.steady():
         return None
@@ -84,17 +84,16 @@ def _uneven(evidence: Evidence) -> Judgement:
     # Ranks that exchange nothing do not wait for each other.
     waits_s = min(late_s, max(rank.buckets.communication_s for rank in evidence.ranks))
     share = evidence.share(waits_s)
-    if share < LIMITS.wandering_share or late_s < steps.late_s / 2:
+    if share < THRESHOLDS.wandering_share or late_s < steps.late_s / 2:
         return None
     often = sorted(evidence.ranks, key=lambda rank: -(rank.last_share or 0.0))[:3]
     facts = [
-        f"in {percent(share)} of the time after start-up all ranks wait for the data of one, now this, now that",
-        "of the steps with a late rank it was "
-        + ", ".join(f"rank {rank.rank} in {percent(rank.last_share or 0.0)}" for rank in often),
+        f"for {percent(share)} of the time after start-up all ranks wait for the data of one, not always the same",
+        "last most often: " + ", ".join(f"rank {rank.rank} ({percent(rank.last_share or 0.0)})" for rank in often),
     ]
     fix = (
-        "No rank is to blame: batches take unevenly long to load. Let queues even it out: more workers, a larger "
-        "prefetch_factor, and batches of equal cost on all ranks."
+        "No single rank is slow: some batches take longer to load than others. Even that out with more workers, a "
+        "larger prefetch_factor, or batches of equal cost on all ranks."
     )
     return found(evidence, "straggler", waits_s, facts, fix, None, by_removing(share))
 
@@ -111,18 +110,18 @@ def communication_bound(evidence: Evidence) -> Judgement:
     """Exchanging gradients takes longer than the backward pass can hide."""
     if lacking := _lacking(evidence, "communication_bound"):
         return lacking
-    # The slowest rank waits for nobody: what it spends on the exchange is the exchange itself.
+    # The slowest rank waits for no other: its time in the exchange is the exchange itself.
     exposed_s = min((rank.buckets.communication_s for rank in evidence.ranks), default=0.0)
     share = evidence.share(exposed_s)
-    if share < LIMITS.communication_share:
+    if share < THRESHOLDS.communication_share:
         return None
     sharded = evidence.rank.sharded
-    what = "gathering parameters" if sharded else "exchanging gradients, not hidden behind backward,"
+    what = "gathering parameters" if sharded else "exchanging gradients (not overlapped with backward)"
     facts = [time_spent(evidence, what, exposed_s)]
     record = evidence.rank.communication
     if record and record.communication_s is not None and record.overlapped_s is not None:
         facts.append(
-            f"of {seconds(record.communication_s)} of exchange a step {seconds(record.overlapped_s)} are hidden"
+            f"of {seconds(record.communication_s)} of exchange a step, {seconds(record.overlapped_s)} are overlapped"
         )
     machines = {rank.hostname for rank in evidence.run.ranks}
     facts.append(f"{count('rank', evidence.rank.world_size)} on {count('machine', len(machines))}")
@@ -142,26 +141,26 @@ def find_unused_parameters(evidence: Evidence) -> Judgement:
     asked = sum(search.asked for search in searches)
     if not searches or any(search.unused_bytes for search in searches):
         return None
-    if asked < LIMITS.searches_in_vain:
-        return Abstention("find_unused_parameters", "more steps in which DistributedDataParallel has searched")
+    if asked < THRESHOLDS.searches_in_vain:
+        return Abstention("find_unused_parameters", "more steps in which DistributedDataParallel searched")
     where = searches[0].where
     facts = [
         f"find_unused_parameters=True{at(where)}: DistributedDataParallel searches each step for unused parameters, "
-        f"and in {count('step', asked)} that were looked at there were none"
+        f"and found none in {count('step', asked)} that were checked"
     ]
     fix = (
         f"Leave find_unused_parameters out{at(where)}, unless some steps skip a part of the model (Hugging Face: "
         'ddp_find_unused_parameters=False; Lightning: strategy="ddp"). It saves a walk through the graph in each '
-        "step: mostly a few per cent, which was not measured here."
+        "step, usually a few per cent (not measured here)."
     )
     return found(evidence, "find_unused_parameters", 0.0, facts, fix, where, None, "info")
 
 
 def _lacking(evidence: Evidence, code: FindingCode) -> Abstention | None:
-    """What is missing to compare ranks; None when the job has a single one, or everything is there."""
+    """What is missing to compare ranks; None when nothing is, or the job has a single rank."""
     world_size = max((rank.world_size for rank in evidence.run.ranks), default=1)
     if world_size > len(evidence.ranks):
-        return Abstention(code, f"the records of all {world_size} ranks ({len(evidence.ranks)} are there)")
+        return Abstention(code, f"the records of all {world_size} ranks (there are {len(evidence.ranks)})")
     measured = any(rank.communication for rank in evidence.run.ranks) or any(
         rank.buckets.communication_s > 0 for rank in evidence.ranks
     )

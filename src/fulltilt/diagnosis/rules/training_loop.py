@@ -1,4 +1,4 @@
-"""The script itself holds the training up: its own code, recompiling, its validation, its checkpoints."""
+"""The script slows the training down: growing steps, its own code, recompilation, validation, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fulltilt.diagnosis.findings import (
     amdahl,
     at,
     by_removing,
+    call_at,
     costliest_line,
     costliest_lines,
     found,
@@ -24,22 +25,22 @@ from fulltilt.diagnosis.findings import (
     time_spent,
 )
 from fulltilt.diagnosis.libraries import LIBRARIES, library_of
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import count, percent, seconds, whole
 from fulltilt.records import Abstention, HotLine, LoaderRecord
 
-# --------------------------------------------------------------------------- longer and longer steps
+# --------------------------------------------------------------------------- steps that take longer and longer
 
 
 def slowing_down(evidence: Evidence) -> Judgement:
-    """Steps take longer and longer: early ones against late ones, by bucket, with the line that grows."""
+    """Steps take longer and longer: by bucket, with the line that grows."""
     slower = evidence.slowdown
     if slower is None:
         return None
-    step = "a step without its wait for data" if evidence.is_tuned else "a step"
+    step = "a step without its data wait" if evidence.is_tuned else "a step"
     facts = [
         f"{step} took {seconds(slower.early_s)} in the first quarter of the run, {seconds(slower.late_s)} in the last",
-        f"{BUCKET_WORDS[slower.bucket]} grew by {seconds(slower.grown_s)} a step, more than all else",
+        f"{BUCKET_WORDS[slower.bucket]} grew by {seconds(slower.grown_s)} a step, more than anything else",
     ]
     lines: tuple[HotLine, ...] = ()
     if slower.bucket == "host_code_s":
@@ -47,7 +48,7 @@ def slowing_down(evidence: Evidence) -> Judgement:
     elif slower.bucket == "data_wait_s":
         lines = evidence.workers.growing_lines if evidence.workers else evidence.rank.growing_lines
     if lines:
-        facts.append(f"{line_cost(lines[0])}: what it costs beyond what it did at first")
+        facts.append(f"{line_cost(lines[0])}: how much more it costs than at first")
     elif slower.bucket == "data_wait_s" and (line := costliest_line(evidence)) is not None:
         lines = (line,)
         facts.append(f"of the fetching, {line_cost(line)}")
@@ -55,26 +56,26 @@ def slowing_down(evidence: Evidence) -> Judgement:
     share = evidence.share(slower.lost_s)
     cost_s = max(_growing_part(evidence) * _own_code_s(evidence), slower.lost_s)
     if slower.bucket == "compute_s":
-        # Growing inputs (a curriculum, longer texts) are meant, and look the same.
+        # Inputs that grow on purpose (a curriculum, longer texts) look the same.
         fix = (
-            "Unless the inputs grow on purpose: keep no tensors of earlier steps in the graph (loss.detach()), nor "
-            "state that the model collects in forward."
+            "Unless the inputs grow on purpose: keep no tensors of earlier steps in the graph (loss.detach()), and "
+            "collect no state in forward."
         )
         return found(evidence, "slowing_down", slower.lost_s, facts, fix, None, None, "info")
-    place = f"{lines[0].call or lines[0].function}{at(where)}" if lines else BUCKET_WORDS[slower.bucket]
+    place = call_at(lines[0]) if lines else BUCKET_WORDS[slower.bucket]
     fix = (
-        f"{place} takes longer the longer the job runs: look for what grows and is gone through each time (a list, a "
-        "file, a log). Go through it once an epoch, keep a running sum, or bound it (collections.deque(maxlen=...)). "
-        "If it only began in the middle of the job, do it more seldom or in another way."
+        f"{place} takes longer the longer the job runs: look for something that grows and is read through each time "
+        "(a list, a file, a log). Read it once an epoch, keep a running sum, or bound it "
+        "(collections.deque(maxlen=...)). If it only began in the middle of the job, do it less often or differently."
     )
-    # At least what this run lost; what one that goes on would win is the late step over the early one.
+    # At least what this run lost; a longer run would win the late step over the early one.
     later = 1.0 if evidence.is_tuned else slower.late_s / slower.early_s
     predicted = gain(amdahl(share), max(later, amdahl(evidence.share(cost_s))))
     return found(evidence, "slowing_down", cost_s, facts, fix, where, predicted)
 
 
 def _growing_part(evidence: Evidence) -> float:
-    """How much of the script's own code is that of lines which take longer and longer: one cause, told once."""
+    """The share of lines that take longer and longer in the script's own code: slowing_down reports those."""
     slower, growing = evidence.slowdown, evidence.rank.growing_lines
     if slower is None or slower.bucket != "host_code_s":
         return 0.0
@@ -84,7 +85,7 @@ def _growing_part(evidence: Evidence) -> float:
 
 
 def _growing(lines: Sequence[HotLine]) -> set[str]:
-    return {line.where for line in lines if line.seconds >= LIMITS.telling_line_share * lines[0].seconds}
+    return {line.where for line in lines if line.seconds >= THRESHOLDS.telling_line_share * lines[0].seconds}
 
 
 def _own_code_s(evidence: Evidence) -> float:
@@ -94,48 +95,50 @@ def _own_code_s(evidence: Evidence) -> float:
 
 # --------------------------------------------------------------------------- the user's own code
 
-_FOR_OTHERS = "it waits for another thread or process; make that one faster, or wait later"
-# What the line or its function looks like, and what to do about it.
+_FOR_OTHERS = "it waits for another thread or process: make that one faster, or wait later"
+# What to do about a line, by a pattern in its call or function name.
 _ADVICE = (
-    (r"\bsleep\(", "it sleeps; take it out, or sleep less"),
+    (r"\bsleep\(", "remove it, or sleep less"),
     (r"\.(join|result|wait|acquire)\(\)", _FOR_OTHERS),
     (r"json|dump|write|\bsave|to_csv", "write every {every} steps, or from a second thread"),
     (r"\bprint\(|logg(er|ing)\b|log_metric|add_(scalar|histogram)|wandb", "log every {every} steps"),
     (r"plot|imshow|figure", "draw once an epoch"),
-    (r"\b(as_|new_)?tensor\(", "it walks through lists; give it one NumPy array (np.stack), or keep tensors"),
+    (r"\b(as_|new_)?tensor\(", "it iterates over lists: give it one NumPy array (np.stack), or keep tensors"),
     (r"deepcopy|\.clone\(", "copy every {every} steps"),
-    (r"gc\.collect|empty_cache", "drop it: memory is reused without it"),
+    (r"gc\.collect|empty_cache", "remove it: memory is reused without it"),
     (r"\.numpy\(|\.tolist\(|\.item\(", "keep it in tensors and read it every {every} steps"),
 )
-# What a line says is not what it does; what stands inside an f-string is done.
+# Text in quotes is not what a line does, except inside an f-string.
 _QUOTED = re.compile(r"(f?)(\"[^\"]*\"|'[^']*')")
-# Nothing is loaded, and something is stepped.
+# In a script that loads nothing and steps something.
 _ENVIRONMENT = (
-    "an environment takes its time: let several step side by side, each in a process "
+    "the environment is slow: step several at once, each in a process "
     "(stable-baselines3: make_vec_env(..., n_envs=8, vec_env_cls=SubprocVecEnv); gymnasium: AsyncVectorEnv)"
 )
-_LESS_OFTEN = "take it out of the step (once before the training, every {every} steps, in a second thread)"
-_OTHERWISE = f"{_LESS_OFTEN}, or work on whole tensors, not on numbers in Python"
-_SELDOM = "it comes seldom and takes long: do it once before the training, more seldom still, or in a second thread"
+_LESS_OFTEN = "move it out of the step (once before the training, every {every} steps, or into a second thread)"
+_OTHERWISE = f"{_LESS_OFTEN}, or work on whole tensors instead of numbers in Python"
+_SELDOM = "it is rare but takes long: do it once before the training, less often, or in a second thread"
 
 
 def host_code(evidence: Evidence) -> Judgement:
     """The script's own Python in the training loop, while nothing computes. Slow launches are not counted."""
     launch_s, lines = evidence.launch_s, evidence.host_lines
     if evidence.on_gpu and launch_s is None and not lines:
-        return Abstention("host_code", "what the host did while the GPU idled (launching, or code of the script's own)")
-    grows = _growing_part(evidence)  # told as slowing down
+        return Abstention(
+            "host_code", "what the host did while the GPU idled (launching kernels, or the script's own code)"
+        )
+    grows = _growing_part(evidence)  # reported as slowing_down
     cost_s = (1 - grows) * _own_code_s(evidence)
     share = evidence.share(cost_s)
-    if share < LIMITS.host_code_share:
+    if share < THRESHOLDS.host_code_share:
         return None
     call = next(iter(evidence.rank.loop_calls), None)
     if grows:
         call, lines = None, tuple(line for line in lines if line.where not in _growing(evidence.rank.growing_lines))
-    least_s = max(LIMITS.guilty_function_share * cost_s, *(line.seconds for line in lines[:1]), 0.0)
+    least_s = max(THRESHOLDS.guilty_function_share * cost_s, *(line.seconds for line in lines[:1]), 0.0)
     if call and call.seconds < least_s:
-        call = None  # something else costs more than all that it leads to
-    facts = [time_spent(evidence, "code of the script's own", cost_s)]
+        call = None  # something else costs more
+    facts = [time_spent(evidence, "the script's own code", cost_s)]
     facts += costliest_lines((call, *lines) if call else lines, cost_s)
     facts += _computing_in(evidence, call) if call else []
     if not lines:
@@ -144,22 +147,19 @@ def host_code(evidence: Evidence) -> Judgement:
     by_function: dict[tuple[str, str], float] = defaultdict(float)
     for line in lines:
         by_function[line.where.rpartition(":")[0], line.function] += line.seconds
-    thin = lines and max(by_function.values()) < LIMITS.guilty_function_share * cost_s
+    thin = lines and max(by_function.values()) < THRESHOLDS.guilty_function_share * cost_s
     if thin and not call:
         fix = (
-            "It is spread thin over many functions, so no line is to blame: it comes with every step. Make fewer and "
-            "larger steps (a larger batch), or compile the model (torch.compile)."
+            "It is spread over many functions in every step, so no single line is slow. Make fewer and larger steps "
+            "(a larger batch), or compile the model (torch.compile)."
         )
         return found(evidence, "host_code", cost_s, facts, fix, None, predicted)
     if lines and not call and library_of(lines[0]):
         where = _users_call(evidence)
-        fix = (
-            f"{lines[0].where} is code of a library's: change what it is asked for{at(where)} (how often it logs, "
-            "plots, copies)."
-        )
+        fix = f"{lines[0].where} is library code: change its settings{at(where)} (how often it logs, plots or copies)."
         return found(evidence, "host_code", cost_s, facts, fix, where or lines[0].where, predicted)
     fix = f"Find the slow code: {_OTHERWISE.format(every=100)}."
-    # A line of the loop's own function is none of those that the call leads to.
+    # A line of the loop's own function is not inside the call.
     slow = call if thin or (call and lines and lines[0].function == call.function) else next(iter(lines), None)
     if slow:
         fix = _speed_up_line(slow, call or slow, share, _is_seldom(evidence), fed=evidence.loader is not None)
@@ -167,28 +167,27 @@ def host_code(evidence: Evidence) -> Judgement:
 
 
 def _computing_in(evidence: Evidence, call: HotLine) -> list[str]:
-    """What torch computes in a call of the loop's, as a fact; nothing where that is next to nothing."""
+    """A fact about what torch computes in a call of the training loop; none where that is hardly anything."""
     same = (
         line for line in evidence.rank.computing_calls if (line.where, line.function) == (call.where, call.function)
     )
     computing_s = sum(line.seconds for line in same)
-    if computing_s < LIMITS.telling_line_share * call.seconds:
+    if computing_s < THRESHOLDS.telling_line_share * call.seconds:
         return []
-    place = f"{call.call or call.function}{at(call.where)}"
-    return [f"what torch computes in {place} counts as compute: {seconds(computing_s)} more"]
+    return [f"what torch computes in {call_at(call)} counts as compute: {seconds(computing_s)} more"]
 
 
 def _is_seldom(evidence: Evidence) -> bool:
-    """Whether nearly all of the host code falls into few steps, as between epochs: rarer still is no advice then."""
+    """Whether nearly all host code is in few steps, as between epochs: then doing it every n steps is no advice."""
     spans = [span for own in evidence.run.spans for span in own if span.steps > 0]
     spans.sort(key=lambda span: -span.buckets.host_code_s / span.steps)
-    most_s = LIMITS.seldom_code_part * sum(span.buckets.host_code_s for span in spans)
+    most_s = THRESHOLDS.seldom_code_part * sum(span.buckets.host_code_s for span in spans)
     steps, seen_s = 0, 0.0
     for span in spans:
         if seen_s >= most_s:
             break
         steps, seen_s = steps + span.steps, seen_s + span.buckets.host_code_s
-    return steps <= LIMITS.seldom_steps_share * sum(span.steps for span in spans)
+    return steps <= THRESHOLDS.seldom_steps_share * sum(span.steps for span in spans)
 
 
 def _speed_up_line(line: HotLine, call: HotLine, share: float, seldom: bool, fed: bool) -> str:
@@ -201,25 +200,25 @@ def _speed_up_line(line: HotLine, call: HotLine, share: float, seldom: bool, fed
     if seldom and "{every}" in advice:
         advice = _SELDOM
     if advice is _OTHERWISE and re.search(r"\b(torch|np|numpy|linalg)\.", text):
-        advice = _LESS_OFTEN  # it works on whole tensors
+        advice = _LESS_OFTEN  # it already works on whole tensors
     every = next((n for n in (10, 20, 50) if share / n <= 0.01), 100)
     place = (
         call if advice in (_LESS_OFTEN, _OTHERWISE, _SELDOM) else line
     )  # one line of a function is not to be done more seldom
-    return f"{place.call or place.function}{at(place.where)}: {advice.format(every=every)}."
+    return f"{call_at(place)}: {advice.format(every=every)}."
 
 
 # --------------------------------------------------------------------------- torch.compile
 
 
 def recompiling(evidence: Evidence) -> Judgement:
-    """torch.compile compiles the same functions again and again: shapes or values change that it took for fixed."""
+    """torch.compile compiles the same functions again and again: shapes or values change that it took as fixed."""
     record = evidence.rank.compile
     lines = record.recompile_lines if record else ()
     again_s = sum(line.seconds for line in lines)
-    # The ledger books compiling as start-up, so it is no part of the time after it.
+    # The ledger counts compiling as start-up, so it is not part of the time after it.
     share = again_s / (evidence.active_s + again_s) if again_s > 0 else 0.0
-    if record is None or share < LIMITS.recompiling_share:
+    if record is None or share < THRESHOLDS.recompiling_share:
         return None
     facts = [
         f"{count('recompilation', record.recompiles)} took {seconds(again_s)}, {percent(share)} of the time after the "
@@ -237,12 +236,12 @@ def recompiling(evidence: Evidence) -> Judgement:
 
 
 def gc_pauses(evidence: Evidence) -> Judgement:
-    """Python's garbage collector walks through all objects again and again, and the training stands still."""
+    """Python's garbage collector walks through all objects again and again, which stops the training."""
     record = evidence.rank.garbage
-    # A GPU goes on with what is queued: only what it then idles for is lost.
+    # A GPU goes on with queued work: only its idle time is lost.
     cost_s = _collecting_s(evidence) if evidence.on_gpu else record.seconds if record else 0.0
     share = evidence.share(cost_s)
-    if record is None or share < LIMITS.gc_share:
+    if record is None or share < THRESHOLDS.gc_share:
         return None
     facts = [
         time_spent(evidence, "garbage collection", cost_s),
@@ -251,20 +250,20 @@ def gc_pauses(evidence: Evidence) -> Judgement:
     ]
     asked_s = sum(line.seconds for line in record.asked_for)
     where = None
-    if asked_s > LIMITS.recovered_low * record.seconds:
+    if asked_s > THRESHOLDS.recovered_low * record.seconds:
         where = record.asked_for[0].where
-        facts.append(f"{percent(min(asked_s / record.seconds, 1.0))} of it is asked for by gc.collect(){at(where)}")
-        fix = f"Drop gc.collect(){at(where)}, or collect once an epoch: what nobody refers to is freed without it."
+        facts.append(f"{percent(min(asked_s / record.seconds, 1.0))} of it comes from gc.collect(){at(where)}")
+        fix = f"Remove gc.collect(){at(where)}, or collect once an epoch: unreferenced objects are freed without it."
     else:
         fix = (
-            "Take what stays out of the collector's sight: gc.collect(); gc.freeze() once, right before the loop. "
-            "Fewer Python objects (NumPy arrays in place of lists) make each collection shorter."
+            "Exclude long-lived objects from collection: gc.collect(); gc.freeze() once, right before the loop. "
+            "Fewer Python objects (NumPy arrays instead of lists) make each collection shorter."
         )
     return found(evidence, "gc_pauses", cost_s, facts, fix, where, by_removing(share))
 
 
 def _collecting_s(evidence: Evidence) -> float:
-    """What garbage collection takes of the script's own code: all of it, as far as it is booked there."""
+    """The garbage collection time that is booked as the script's own code."""
     record = evidence.rank.garbage
     return min(record.seconds, evidence.buckets.host_code_s) if record else 0.0
 
@@ -273,56 +272,56 @@ def _collecting_s(evidence: Evidence) -> float:
 
 
 def _only_ends_the_job(evidence: Evidence, bucket: str) -> bool:
-    """Whether all of this came after the last step of a job that has ended: a longer job would have no more of it."""
+    """Whether all of this came after the last step of a finished job: a longer job would have no more of it."""
     during_s = all_s = 0.0
     for own in evidence.run.spans:
         last = max((place for place, span in enumerate(own) if span.steps), default=-1)
         during_s += sum(getattr(span.buckets, bucket) for span in own[: last + 1])
         all_s += sum(getattr(span.buckets, bucket) for span in own)
-    return evidence.rank.finished and during_s < LIMITS.stray_part * all_s
+    return evidence.rank.finished and during_s < THRESHOLDS.stray_part * all_s
 
 
 def validation_heavy(evidence: Evidence) -> Judgement:
     """Validation takes so much of the job that validating less often would pay."""
     cost_s = evidence.buckets.validation_s
     share = evidence.share(cost_s)
-    if share < LIMITS.validation_share:
+    if share < THRESHOLDS.validation_share:
         return None
     loader = _validation_loader(evidence)
     facts = [time_spent(evidence, "validation", cost_s)]
     if loader and loader.passes and loader.role == "eval":
         facts.append(f"{count('pass', loader.passes)} over {loader.dataset}, {seconds(cost_s / loader.passes)} each")
-    every = rarer(share, LIMITS.validation_target_share)
+    every = rarer(share, THRESHOLDS.validation_target_share)
     left = share_left(share, every)
     high = amdahl(share * (1 - 1 / every))
-    predicted = gain(1 + (high - 1) * LIMITS.recovered_low, high)
+    predicted = gain(1 + (high - 1) * THRESHOLDS.recovered_low, high)
     if _only_ends_the_job(evidence, "validation_s"):
-        fix = "It came after the last step only, and can come no more rarely."
-        predicted = gain(1.0, amdahl(share * LIMITS.recovered_low))
+        fix = "It ran only after the last step, so it cannot run less often."
+        predicted = gain(1.0, amdahl(share * THRESHOLDS.recovered_low))
     else:
         line = f" ({evidence.rank.validates_at})" if evidence.rank.validates_at else ""
         fix = f"Validate every {_ordinal(every)} time{line}: its share falls from {percent(share)} to {percent(left)}."
         if (library := LIBRARIES.get(loader.made_by or "") if loader else None) and library.validate:
             fix += f" {library.validate}."
     asked = evidence.run.run.asked
-    in_memory = asked.residency is not None and (asked.residency != "none" or asked.num_workers)  # as a recipe has it
+    in_memory = asked.residency is not None and (asked.residency != "none" or asked.num_workers)  # a recipe's settings
     waited_s = loader.wait_s + loader.first_wait_s + loader.restart_s if loader else 0.0
-    waits = waited_s >= LIMITS.waiting_validation_share * cost_s  # workers help with nothing else
+    waits = waited_s >= THRESHOLDS.waiting_validation_share * cost_s  # workers help with that only
     if loader and loader.num_workers == 0 and not in_memory and (loader.role == "train" or waits):
         call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
         fix += f" Its loader{at(loader.where)} has no workers: {call}."
     if loader is None:
-        fix += " If it makes what is then trained on (rollouts, generated text): let several run at once."
+        fix += " If it generates training data (rollouts, text), run several at once."
     else:
-        fix += " A larger batch makes each one faster and changes no result."
-    # Behind a long start-up a few seconds are a large share; where they are little of the job, they hide no cause.
-    small = cost_s < LIMITS.small_validation_share * evidence.ledger.wall_s
+        fix += " A larger validation batch is faster and changes no result."
+    # After a long start-up a few seconds are a large share, but still little of the job: then it is only a remark.
+    small = cost_s < THRESHOLDS.small_validation_share * evidence.ledger.wall_s
     where = loader.where if loader else None
     return found(evidence, "validation_heavy", cost_s, facts, fix, where, predicted, "info" if small else None)
 
 
 def _validation_loader(evidence: Evidence) -> LoaderRecord | None:
-    """The loader that validation draws most from; it may be one that trains as well."""
+    """The loader that validation uses most; it may also be used for training."""
     loaders = evidence.rank.loaders
     own = max((loader for loader in loaders if loader.role == "eval"), key=lambda one: one.batches, default=None)
     also_evaluate = (loader for loader in loaders if loader.role == "train" and loader.eval_batches)
@@ -333,38 +332,38 @@ def _validation_loader(evidence: Evidence) -> LoaderRecord | None:
 
 
 def checkpoint_stall(evidence: Evidence) -> Judgement:
-    """Training stands still while the model is saved. One save at the end is what a job is for."""
+    """Training stops while the model is saved. A single save at the end does not count."""
     cost_s = evidence.buckets.checkpoint_s
     share = evidence.share(cost_s)
-    if share < LIMITS.checkpoint_share or _only_ends_the_job(evidence, "checkpoint_s"):
+    if share < THRESHOLDS.checkpoint_share or _only_ends_the_job(evidence, "checkpoint_s"):
         return None
     lines = sorted(evidence.rank.checkpoint_lines, key=lambda line: -line.seconds)
     facts = [time_spent(evidence, "saving", cost_s), *costliest_lines(lines, cost_s)]
-    every = rarer(share, LIMITS.checkpoint_target_share)
+    every = rarer(share, THRESHOLDS.checkpoint_target_share)
     left = share_left(share, every)
     where = lines[0].where if lines else None
     falls = f"its share falls from {percent(share)} to {percent(left)}"
-    # Rarer saves leave a part of them, asynchronous ones the copying: either may win more.
-    rarely, beside = amdahl(share * (1 - 1 / every)), amdahl(share * (1 - LIMITS.async_checkpoint_part))
+    # Less frequent saves leave a part of the time, asynchronous ones the copying: either may win more.
+    rarely, beside = amdahl(share * (1 - 1 / every)), amdahl(share * (1 - THRESHOLDS.async_checkpoint_part))
     if any(loader.made_by == "fulltilt" for loader in evidence.rank.loaders):
         fix = (
             f"Leave out save_every in the settings, or make it {every} times as large ({falls}); or use a faster disk."
         )
-        beside = 1 + (rarely - 1) * LIMITS.recovered_low
+        beside = 1 + (rarely - 1) * THRESHOLDS.recovered_low
     elif library := library_of(lines[0] if lines else None):
         where = _users_call(evidence) or where
         fix = f"Save every {_ordinal(every)} time: {falls}. {library.save or 'Its settings say how often it saves'}."
     else:
         fix = (
             f"Save every {_ordinal(every)} time{at(where)}: {falls}. "
-            "Or save beside the training (torch.distributed.checkpoint.async_save)."
+            "Or save in the background (torch.distributed.checkpoint.async_save)."
         )
     predicted = gain(min(rarely, beside), max(rarely, beside))
     return found(evidence, "checkpoint_stall", cost_s, facts, fix, where, predicted)
 
 
 def _users_call(evidence: Evidence) -> str | None:
-    """The user's line that calls the library which trains, where a loader of the library's has shown it."""
+    """The user's line that calls the training library, where a loader of that library shows it."""
     loaders = evidence.rank.loaders
     return next((loader.where for loader in loaders if loader.made_by in LIBRARIES and loader.where), None)
 

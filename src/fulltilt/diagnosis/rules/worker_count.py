@@ -1,4 +1,4 @@
-"""How many workers would feed the training, how many the CPUs allow, and what that would win."""
+"""How many workers the training needs, how many the CPUs allow, and what they would win."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from fulltilt.diagnosis.evidence import Evidence, training_loaders
 from fulltilt.diagnosis.findings import Gain, amdahl, by_removing, by_speeding_up, gain
 from fulltilt.diagnosis.loader_bottleneck import Supply
-from fulltilt.diagnosis.thresholds import LIMITS
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.records import Abstention, FindingCode
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """``needed`` workers would hide loading altogether; ``allowed`` is what the CPUs carry; ``advised`` obeys both.
+    """``needed`` workers would hide loading altogether, ``allowed`` is what the CPUs can run; ``advised`` follows both.
 
-    ``crowds``: the job keeps its CPUs busy without them.
+    ``crowds``: the job keeps its CPUs busy already.
     """
 
     now: int
@@ -33,16 +33,15 @@ class WorkerPlan:
 
 
 def plan_workers(evidence: Evidence) -> WorkerPlan | None:
-    """The workers to use with the loader's measured costs; None when they were not measured.
+    """The workers to use, by the loader's measured costs; None where they were not measured.
 
-    Nor is there a plan for the first workers of one of several training loaders: what it gives alone cannot be compared
-    with the rate of the whole job.
+    None also for one of several training loaders without workers: its own rate cannot be compared with the job's.
     """
     supply, rate = evidence.supply, _delivered_by_loader(evidence)
     if supply is None or not rate or (supply.workers == 0 and _several_loaders(evidence)):
         return None
     unhindered = amdahl(evidence.waiting_share)
-    needed = math.ceil(unhindered * rate / supply.worker_samples_per_s * LIMITS.worker_headroom)
+    needed = math.ceil(unhindered * rate / supply.worker_samples_per_s * THRESHOLDS.worker_headroom)
     allowed = allowed_workers(evidence, supply, rate)
     advised = min(max(needed, supply.workers + 1), allowed)
     if advised <= supply.workers:
@@ -52,24 +51,24 @@ def plan_workers(evidence: Evidence) -> WorkerPlan | None:
         low = min(_first_workers_rate(evidence, supply, rate, advised) / rate, high)
     else:
         high = advised / supply.workers
-        low = 1 + (high - 1) * LIMITS.scaling_low
-    # The most and the fewest CPUs that training may take while it does not wait.
+        low = 1 + (high - 1) * THRESHOLDS.scaling_low
+    # The most and the fewest CPUs that training may use while it does not wait.
     threads = 1.0 if evidence.on_gpu else max(min(evidence.rank.torch_threads or 1, evidence.usable_cpus), 1.0)
     cautious, hopeful = (full_cpu_rate(evidence, supply, rate, taken) / rate for taken in (threads, 1.0))
-    # Whatever the error of the rates: no loader wins more than the time that training waits for it.
-    least, most = min(low, cautious) * (1 - LIMITS.rate_error), min(high, hopeful) * (1 + LIMITS.rate_error)
+    # Whatever the error of the rates: no loader wins more than the data wait.
+    least, most = min(low, cautious) * (1 - THRESHOLDS.rate_error), min(high, hopeful) * (1 + THRESHOLDS.rate_error)
     crowds = False
     if (room := _cpu_room(evidence, supply)) is not None:
-        most = min(most, room * (1 + LIMITS.rate_error))
-        # Threads of one operation wait for each other: a worker that takes a CPU from one of them holds up all.
-        crowds = room < LIMITS.cpu_room
+        most = min(most, room * (1 + THRESHOLDS.rate_error))
+        # The threads of an operation wait for each other: a worker that takes the CPU of one delays all.
+        crowds = room < THRESHOLDS.cpu_room
         least = 1.0 if crowds else least
     predicted = by_speeding_up(evidence.share(evidence.drawing_s), *gain(least, most, cap=unhindered))
     return WorkerPlan(supply.workers, needed, allowed, advised, predicted, crowds)
 
 
 def _cpu_room(evidence: Evidence, supply: Supply) -> float | None:
-    """The CPUs that the job may use over those that it keeps busy already; None where they do not set its rate."""
+    """Usable CPUs over those that the job keeps busy already; None where CPUs do not set its rate."""
     used_pct, alone = evidence.host.tree_cpu_pct, len(evidence.run.ranks) == 1
     if evidence.on_gpu or supply.waits or not used_pct or not alone:
         return None
@@ -77,7 +76,7 @@ def _cpu_room(evidence: Evidence, supply: Supply) -> float | None:
 
 
 def _delivered_by_loader(evidence: Evidence) -> float | None:
-    """Samples a second that the loader in question delivers: of several, its own and not those of the others."""
+    """Samples a second that the loader itself delivers, without those of other loaders."""
     loader = evidence.loader
     if loader is None or not _several_loaders(evidence):
         return evidence.delivered_samples_per_s
@@ -85,23 +84,23 @@ def _delivered_by_loader(evidence: Evidence) -> float | None:
 
 
 def unplanned_workers(evidence: Evidence) -> int:
-    """The workers to begin with where there is no plan: a CPU for each, or more where fetching mostly waits."""
+    """How many workers to try where there is no plan: one per CPU, or more where fetching mostly waits."""
     supply = evidence.supply
     if supply is not None and supply.waits:
-        return max(round(LIMITS.waiting_workers_per_cpu * evidence.usable_cpus), 1)
+        return max(round(THRESHOLDS.waiting_workers_per_cpu * evidence.usable_cpus), 1)
     return max(int(evidence.usable_cpus) - 1, 1)
 
 
 def _first_workers_rate(evidence: Evidence, supply: Supply, rate: float, workers: int) -> float:
-    """Samples a second at the cautious end, where there were no workers: they bring costs of their own.
+    """A cautious estimate of samples a second with a job's first workers, which bring costs of their own.
 
-    Batches are handed over, and each pass begins with an empty queue; behind a pass that was left early, what the
-    workers had under way is finished first.
+    Batches are handed over, and each pass begins with an empty queue; after a pass that was left early, the workers
+    first finish what they had begun.
     """
     loader = evidence.loader
-    # Workers slow each other down; on a machine that they fill, one and the training do so as well.
-    fills_cpus = workers + 1 >= evidence.usable_cpus and (supply.busy_share or 0.0) >= LIMITS.cpu_bound_share
-    scaling = LIMITS.scaling_low if workers > 1 or fills_cpus else 1.0
+    # Workers slow each other down; on a full machine a single one and the training do, too.
+    fills_cpus = workers + 1 >= evidence.usable_cpus and (supply.busy_share or 0.0) >= THRESHOLDS.cpu_bound_share
+    scaling = THRESHOLDS.scaling_low if workers > 1 or fills_cpus else 1.0
     slowed_s = supply.batch_s / scaling
     training_s = supply.samples_per_batch * (1 - evidence.waiting_share) / rate
     beginning_s = 0.0
@@ -110,34 +109,34 @@ def _first_workers_rate(evidence: Evidence, supply: Supply, rate: float, workers
         whole = -(-loader.dataset_len // loader.batch_size) if loader.dataset_len and loader.batch_size else each
         left_early = loader.passes > 1 and each < 0.9 * whole
         beginning_s = slowed_s * (1 + (2 if left_early else 0)) / each
-    batch_s = max(slowed_s / workers, training_s + LIMITS.handing_over_s) + beginning_s
+    batch_s = max(slowed_s / workers, training_s + THRESHOLDS.handing_over_s) + beginning_s
     return supply.samples_per_batch / batch_s
 
 
 def allowed_workers(evidence: Evidence, supply: Supply, rate: float) -> int:
-    """How many such workers the CPUs of a rank keep busy beside the training, at the rate that fills the CPUs.
+    """How many such workers fill the CPUs of a rank beside the training.
 
-    Workers that mostly wait take little CPU; for them the number is bounded by what still makes sense.
+    Workers that mostly wait take little CPU; of those at most ``waiting_workers_per_cpu`` are allowed.
     """
     alone_s = (supply.batch_s - supply.queue_s) / supply.samples_per_batch
     at_once = full_cpu_rate(evidence, supply, rate, threads=1.0) * alone_s
-    most = LIMITS.waiting_workers_per_cpu * evidence.usable_cpus
+    most = THRESHOLDS.waiting_workers_per_cpu * evidence.usable_cpus
     return max(round(min(at_once, most)), 1)
 
 
 def full_cpu_rate(evidence: Evidence, supply: Supply, rate: float, threads: float) -> float:
-    """Samples a second at which the CPUs are full, if the training takes ``threads`` of them while it does not wait."""
+    """Samples a second at which the CPUs are full, if the training uses ``threads`` of them while it does not wait."""
     loading_cpu_s = max(supply.batch_cpu_s / supply.samples_per_batch, 1e-9)
     training_cpu_s = threads * (1 - evidence.waiting_share) / rate
-    # Training that is fed all the time takes no more than its threads, however fast the loader could be.
+    # Training that never waits uses no more than its threads, however fast the loader could be.
     return max(
         evidence.usable_cpus / (loading_cpu_s + training_cpu_s), (evidence.usable_cpus - threads) / loading_cpu_s
     )
 
 
 def gain_without_wait(evidence: Evidence) -> Gain:
-    """What training would win if it waited half as long, or not at all; for one of several loaders maybe nothing."""
-    return by_removing(evidence.data_wait_share, 0.0 if _several_loaders(evidence) else LIMITS.recovered_low)
+    """The gain if training waited half as long, or not at all; with several loaders the lower end is no gain."""
+    return by_removing(evidence.data_wait_share, 0.0 if _several_loaders(evidence) else THRESHOLDS.recovered_low)
 
 
 def _several_loaders(evidence: Evidence) -> bool:
@@ -145,7 +144,7 @@ def _several_loaders(evidence: Evidence) -> bool:
 
 
 def workers_unmeasured(evidence: Evidence, code: FindingCode) -> Abstention:
-    """Training waits for workers of which too little is known to say why."""
+    """Training waits for workers, and too little is known of them to say why."""
     if evidence.workers is None:
         return Abstention(code, "the workers' own CPU time and waiting time")
     return Abstention(code, "how long the workers waited for a CPU")
