@@ -212,7 +212,7 @@ def test_what_is_done_behind_a_step_is_the_scripts_own_where_a_batch_is_drawn_ne
     comes_next: Activity,
     kind: str,
 ) -> None:
-    view = StackView(seen, "train.py:7", "follow", "kept.mul_(0.9)", of_training=in_model)
+    view = StackView(seen, "train.py:7", "follow", "kept.mul_(0.9)", in_model=in_model)
     monkeypatch.setattr("fulltilt.recorder.stack_sampler.view_of", lambda *_: view)
     sampler = StackSampler(recorder)
     recorder.activity, recorder.previous = Activity.USER, Activity.OPTIMIZER

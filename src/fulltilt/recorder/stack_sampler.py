@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fulltilt.recorder.loaders import BatchTimer
 from fulltilt.recorder.marks import Activity, Totals
@@ -45,6 +45,36 @@ class PendingSample(NamedTuple):
     after: Activity
     view: StackView
     weight_s: float
+    began_ns: int = 0  # the mark before it
+
+
+class CallOrder:
+    """Learns on CPUs which functions of the training loop are called between the optimizer and the model.
+
+    What torch computes there is no part of the forward pass: averaged weights, norms of gradients, the next batch.
+    """
+
+    ENOUGH = 3
+
+    def __init__(self) -> None:
+        self._before_model: dict[Any, int] = {}
+        self._of_model: set[Any] = set()  # called after the model, or calling it
+        self._model_since_ns = 0  # the mark before the forward pass that was seen last
+
+    def see(self, view: StackView, began_ns: int, pending: list[PendingSample]) -> None:
+        """A sample between the optimizer and backward, and those before it."""
+        if view.in_model and self._model_since_ns != began_ns:
+            self._model_since_ns = began_ns
+            earlier = {one.view.called_at for one in pending if one.began_ns == began_ns and one.view.kind == "torch"}
+            for call in earlier:
+                self._before_model[call] = self._before_model.get(call, 0) + 1
+        if self._model_since_ns == began_ns:
+            self._of_model.add(view.called_at)
+
+    def precedes_model(self, view: StackView) -> bool:
+        """Whether the loop calls this function before the model, and the function does not call the model."""
+        call = view.called_at
+        return call is not None and call not in self._of_model and self._before_model.get(call, 0) >= self.ENOUGH
 
 
 class StackSampler:
@@ -60,6 +90,7 @@ class StackSampler:
         self._long_step_ns = 0  # when the long step began that the last sample in a pause saw
         self._taken = 0
         self._pending: list[PendingSample] = []
+        self._calls = CallOrder()
 
     @property
     def usually_every_s(self) -> float:
@@ -109,8 +140,11 @@ class StackSampler:
             return
         if now_ns - due_ns > LATE_NS:
             self._late[view.kind] += weight_s
+        began_ns = recorder.last_switch_ns
+        if after is Activity.OPTIMIZER and recorder.clock is None:
+            self._calls.see(view, began_ns, self._pending)
         if recorder.clock is not None or (after is Activity.OPTIMIZER and self._is_undecided(view)):
-            self._pending.append(PendingSample(now_ns, after, view, weight_s))
+            self._pending.append(PendingSample(now_ns, after, view, weight_s, began_ns))
             return
         recorder.state.sampled(activity, view, weight_s)
         self._add(after, view.kind, weight_s)
@@ -122,7 +156,11 @@ class StackSampler:
 
     def _view(self, stack: Stack, inside: CodeType | None = None) -> StackView | None:
         known = self._recorder.loop_frames
-        return view_of(stack, inside, known.spots, known.loop, known.step)
+        view = view_of(stack, inside, known.spots, known.loop, known.step)
+        # On a GPU, what a generator has torch do is the GPU's time.
+        if view is not None and view.kind == "torch" and view.drawn_from is not None and self._recorder.clock is None:
+            return replace(view, kind="data_wait")
+        return view
 
     def _settle(self) -> None:
         """Sort the pending samples whose time a mark has ended; the others stay."""
@@ -139,7 +177,7 @@ class StackSampler:
         view = sample.view
         long, following = self._recorder.intervals.stretch_at(sample.t_ns, time.perf_counter_ns())
         # Where a batch is drawn next, there is no forward pass in between.
-        own = following in (Activity.DATA_WAIT, Activity.EPOCH_TURNOVER)
+        own = following in (Activity.DATA_WAIT, Activity.EPOCH_TURNOVER) or self._calls.precedes_model(view)
         undecided = sample.after is Activity.OPTIMIZER and self._is_undecided(view)
         # What takes torch long is work on the CPU, such as making the next batches, and no launching.
         if (undecided and own) or (long and view.kind == "torch"):

@@ -10,6 +10,7 @@ from fulltilt.recorder.hooks import Function, Patches
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.recorder.stacks.frames import users_line
+from fulltilt.recorder.user_code import shown_path
 from fulltilt.records import CompileRecord, HotLine
 
 MOST_LINES = 10
@@ -63,18 +64,26 @@ class CompileHooks:
         if dynamo is None or not self._seconds:
             return None
         again: dict[tuple[str, str], tuple[float, int, str]] = {}
+        forwards: dict[str | None, tuple[str, str]] = {}
         compiles = 0
         for metrics in list(dynamo.get_compilation_metrics()):
-            compiles += 1
+            took_s = 1e-6 * (metrics.duration_us or 0)
             reason = getattr(metrics, "recompile_reason", None)
+            if metrics.is_forward is False:  # of the forward with the same number, when it is first needed
+                if (spot := forwards.get(metrics.compile_id)) is not None:
+                    seconds, times, words = again[spot]
+                    again[spot] = seconds + took_s, times, words
+                continue
+            compiles += 1
             if reason:
-                spot = f"{metrics.co_filename}:{metrics.co_firstlineno}", metrics.co_name
+                spot = f"{shown_path(metrics.co_filename)}:{metrics.co_firstlineno}", metrics.co_name
                 if "/torch/" in metrics.co_filename and self._where:  # a module of torch's own
                     spot = self._where, "torch.compile"
+                forwards[metrics.compile_id] = spot
                 seconds, times, _ = again.get(spot, (0.0, 0, ""))
                 # "0/1: tensor 'x' size mismatch at index 0. expected 3, actual 4" and then a stack.
                 words = " ".join(reason.splitlines()[0].split("#")[0].split(": ", 1)[-1].split())
-                again[spot] = (seconds + (metrics.entire_frame_compile_time_s or 0.0), times + 1, words)
+                again[spot] = seconds + took_s, times + 1, words
         lines = sorted(again.items(), key=lambda item: -item[1][0])[:MOST_LINES]
         breaks = dict(dynamo.counters.get("graph_break", {}))
         return CompileRecord(

@@ -118,6 +118,7 @@ class StepHooks:
         self._depth_of_train = 0
         self._calls_backward = False
         self._drawn_before = self._alone = 0
+        self._gradients_at: tuple[str, str] | None = None
         self._around_steps = Activity.USER  # backward, where its hooks step
         self._steps_inside = False  # optimizers step in hooks of backward
         self._trained: set[int] = set()
@@ -231,10 +232,18 @@ class StepHooks:
         return grad
 
     def _update_by_hand(self) -> None:
-        """torch.autograd.grad ran, and there has been no backward() and no optimizer: once a batch, that is a step."""
-        drawn = sum(stats.batches for stats in self._loaders.all)
-        if drawn > self._drawn_before:
-            self._drawn_before = drawn
+        """torch.autograd.grad ran, and there has been no backward() and no optimizer: once a batch, that is a step.
+
+        Without a loader, the first line that calls it does so once a step.
+        """
+        if self._loaders.all:
+            drawn = sum(stats.batches for stats in self._loaders.all)
+            is_next, self._drawn_before = drawn > self._drawn_before, drawn
+        else:
+            line = users_line()
+            self._gradients_at = self._gradients_at or line
+            is_next = line == self._gradients_at
+        if is_next:
             self._alone += 1
             if self._alone == GRADIENTS_ALONE:
                 for _ in range(GRADIENTS_ALONE - 1):  # the steps before, which were not counted

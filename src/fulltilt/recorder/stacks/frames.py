@@ -38,8 +38,14 @@ DEEPEST = 100
 MODEL_CALL = "_call_impl"
 # The method of torch's loaders that asks the sampler, always on the training thread.
 ASKS_THE_SAMPLER = "_next_index"
-# Functions that write checkpoints, which is more than torch.save (transformers renames all weights, scripts zip).
-SAVING = frozenset({"save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"})
+# Functions that write checkpoints, which is more than torch.save (transformers renames all weights, scripts zip), and
+# those that remove old ones.
+SAVING = frozenset(
+    {
+        *("save_pretrained", "save_checkpoint", "_save_checkpoint", "save_state", "save_model"),
+        *("remove_checkpoint", "_remove_checkpoint", "rotate_checkpoints", "_rotate_checkpoints"),
+    }
+)
 NAMED_SAVING = re.compile("save|checkpoint|ckpt|snapshot")
 # Parts of torch that decide alone what a stack is at.
 KIND_OF_OWNER = {"torch_compile": "compile", "torch_save": "checkpoint", "torch_distributed": "communication"}
@@ -71,13 +77,19 @@ class StackView:
     where: str
     function: str
     call: str | None
-    of_training: bool = False  # a model or an optimizer was called
+    in_model: bool = False  # a model was called
+    in_optimizer: bool = False
     sampling: bool = False  # a loader's sampler was at work
     waits: bool = False  # for another thread or process
     # A generator of the user's that the training loop iterates: the line of the loop, the generator, the expression.
     drawn_from: tuple[str, str, str | None] | None = None
     called_at: tuple[str, str, str | None] | None = None  # the same for a function, not a model, that the loop calls
     inside: str | None = None  # library functions that the line led to
+
+    @property
+    def of_training(self) -> bool:
+        """Whether a model or an optimizer was called."""
+        return self.in_model or self.in_optimizer
 
 
 def stack_of(thread_id: int) -> Stack | None:
@@ -152,9 +164,10 @@ def view_of(
     # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
     kind = seen.kind or ("torch" if seen.in_library_module else _kind(top, stack.names, top_owner, seen.in_module))
     drawn_from = None
-    if kind != "torch" and seen.kind is None and seen.generator is not None and not seen.in_module:
-        kind = "data_wait"
+    if seen.kind is None and seen.generator is not None and not seen.in_module:
         drawn_from = _drawn_from(calls, seen.generator)
+        if kind != "torch":
+            kind = "data_wait"
     waits = kind in ("host", "data_wait") and top[0].co_filename in _waiting_files()
     # Who waits, or draws from a library's iterator, waits for a batch, unless loaders bring them.
     if kind == "host" and (seen.in_library_iterator or (waits and _may_bring_a_batch(calls))):
@@ -168,7 +181,9 @@ def view_of(
     if seen.called is not None and seen.innermost is not None:
         within = _within(seen.called[0], seen.innermost)
     of_line = _shown(spot), spot[0].co_qualname, shown_at(*spot)
-    return StackView(kind, *of_line, seen.of_training, seen.sampling, waits, drawn_from, called_at, within)
+    return StackView(
+        kind, *of_line, seen.in_model, seen.in_optimizer, seen.sampling, waits, drawn_from, called_at, within
+    )
 
 
 @dataclass(slots=True)
@@ -186,7 +201,8 @@ class _Frames:
     in_module: bool = False
     in_library_module: bool = False
     in_library_iterator: bool = False
-    of_training: bool = False
+    in_model: bool = False
+    in_optimizer: bool = False
     sampling: bool = False
     kind: str | None = None  # where one frame alone decides it
 
@@ -204,9 +220,9 @@ def _read_frames(calls: list[Spot], inside: CodeType | None, loop_frames: Spots,
             if not seen.in_module and seen.user is None and seen.library is not None:
                 seen.in_library_module = True
             seen.in_module = True
-            seen.of_training = seen.of_training or code.co_name == MODEL_CALL
+            seen.in_model = seen.in_model or code.co_name == MODEL_CALL
         elif who == "torch":
-            seen.of_training = seen.of_training or _is_an_optimizers(code.co_filename)
+            seen.in_optimizer = seen.in_optimizer or _is_an_optimizers(code.co_filename)
         elif who == "torch_data":
             seen.sampling = seen.sampling or code.co_name == ASKS_THE_SAMPLER
             if code.co_name == "_shutdown_workers":
