@@ -27,7 +27,7 @@ from fulltilt.train.config import TrainSettings
 from fulltilt.train.guards import StepFigures
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 
 BUDGET_S = 140.0
 
@@ -122,7 +122,7 @@ def now_s() -> float:
     return time.perf_counter()
 
 
-class Losses(Screen):
+class Losses(TrainingScreen):
     """A silent screen that keeps the losses."""
 
     def __init__(self, out: Path) -> None:

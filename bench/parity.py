@@ -32,7 +32,7 @@ from fulltilt.recipes.cod.data import Pictures, pairs
 from fulltilt.recipes.cod.trainer import deep_loss, iou, structure_loss
 from fulltilt.recipes.synthetic import make_folder
 from fulltilt.train import Job, TrainSettings, train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 
 
 class AugmentedHere(torch.utils.data.Dataset[Any]):
@@ -103,7 +103,7 @@ def run(way: str, seed: int, data: Path, arguments: argparse.Namespace) -> float
         record=False,
     )
     with tempfile.TemporaryDirectory() as out:
-        outcome = train(job, settings, Path(out), screen=Screen(Path(out), stream=io.StringIO(), sampled=False))
+        outcome = train(job, settings, Path(out), screen=TrainingScreen(Path(out), stream=io.StringIO(), sampled=False))
     found: float = outcome.metrics["eval_iou"]
     return found
 

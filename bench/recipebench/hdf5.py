@@ -11,8 +11,8 @@ import h5py
 import numpy as np
 import torch
 
-from fulltilt.recipes.hdf5 import RECIPE, Options
-from fulltilt.recipes.hdf5.data import Part, look
+from fulltilt.recipes.hdf5 import RECIPE, Hdf5Options
+from fulltilt.recipes.hdf5.data import FileShare, look
 from fulltilt.recipes.hdf5.model import WindowNet, binary_loss
 from fulltilt.recipes.hdf5.trainer import build, reader
 from fulltilt.recipes.recipe import Request
@@ -51,9 +51,9 @@ def fed_figures(bench: Bench, data: Path, batch: int, turns: Turns, again: int) 
             "device": bench.device.type,
         }
     )
-    request = Request(Options(), settings, data, bench.work / "fed")
+    request = Request(Hdf5Options(), settings, data, bench.work / "fed")
     found = look(data, request.options)
-    train = Part(found.train.files * again)
+    train = FileShare(found.train.files * again)
     with reader(request, train, training=True) as rows, reader(request, found.validation, training=False) as held:
         job = build(request, found, rows, held)
         bench.remark(f"rows kept in {rows.tier}, {rows.source.samples:,} windows")

@@ -12,7 +12,7 @@ from typing import Any
 from fulltilt.errors import StoppedEarly
 from fulltilt.records import GpuReading, Sample
 from fulltilt.train import Job, StepEnd, TrainSettings, train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from recipebench.measuring import Bench, drain, mean_of, sampling
 
 # After an epoch has begun, so many steps pass before they count.
@@ -129,5 +129,5 @@ def engine_turns(job: Job, settings: TrainSettings, out: Path, turns: Turns) -> 
             turns.fed_step(end.epoch, served)
 
     with sampling(turns.readings), contextlib.suppress(StoppedEarly):
-        train(job, settings, out, fresh=True, screen=Screen(out, speaks=False), on_step=on_step)
+        train(job, settings, out, fresh=True, screen=TrainingScreen(out, speaks=False), on_step=on_step)
     return turns.figures()

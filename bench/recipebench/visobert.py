@@ -15,7 +15,7 @@ from fulltilt.feed.text import tokenise
 from fulltilt.recipes.pretrained import trained_tokenizer
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import text as made
-from fulltilt.recipes.visobert import RECIPE, Options
+from fulltilt.recipes.visobert import RECIPE, VisobertOptions
 from fulltilt.recipes.visobert.data import Split, Texts, read_texts
 from fulltilt.recipes.visobert.trainer import build, load_model
 from fulltilt.train import Job, TrainSettings
@@ -57,13 +57,13 @@ def run(bench: Bench) -> None:
         bench.note("fed_at_stock_batch", engine_turns(job, settings, bench.work / "small", alone)["fed"])
 
 
-def prepared(bench: Bench) -> tuple[Path, Options]:
+def prepared(bench: Bench) -> tuple[Path, VisobertOptions]:
     """Made texts, and a model folder of the full size with random weights."""
     data, model = bench.work / "data", bench.work / "pretrained"
     data.mkdir()
     for _ in made.make(data, 400 if bench.smoke else 60_000, 0):
         pass
-    options = Options()
+    options = VisobertOptions()
     texts = read_texts(data, options, 0).train.texts
     tokenizer = trained_tokenizer(texts, size=options.vocab_size, start="<s>", pad="<pad>", end="</s>")
     tokenizer.save_pretrained(model)
@@ -75,7 +75,9 @@ def prepared(bench: Bench) -> tuple[Path, Options]:
     return data, replace(options, model=str(model))
 
 
-def engine_job(bench: Bench, data: Path, options: Options, texts: Texts, batch: int) -> tuple[Job, TrainSettings, Any]:
+def engine_job(
+    bench: Bench, data: Path, options: VisobertOptions, texts: Texts, batch: int
+) -> tuple[Job, TrainSettings, Any]:
     """The recipe's job without evaluation, its settings, and its tokenizer."""
     changed = {"epochs": 1000, "batch_size": batch, "lr": 2e-5, "monitor": None, "drop_last": True}
     settings = TrainSettings(**{**RECIPE.settings, **changed, "device": bench.device.type})
@@ -101,7 +103,7 @@ class Remembering:
 
 
 def compute_steps(
-    bench: Bench, options: Options, tokenizer: Any, job: Job, served: Remembering
+    bench: Bench, options: VisobertOptions, tokenizer: Any, job: Job, served: Remembering
 ) -> Callable[[int], int]:
     """The plain step on the very batches of the fed steps before, with the recipe's own loss."""
     model = bench.trained(load_model(options, tokenizer, ("a", "b", "c")))
@@ -120,7 +122,7 @@ def compute_steps(
     return several
 
 
-def usual_rate(bench: Bench, options: Options, tokenizer: Any, job: Job, texts: Texts) -> float:
+def usual_rate(bench: Bench, options: VisobertOptions, tokenizer: Any, job: Job, texts: Texts) -> float:
     """The usual settings: a stock loader in random order, padded to the longest of each batch of 96, fp16."""
     batch, workers = (8, 1) if bench.smoke else (STOCK_BATCH, STOCK_WORKERS)
     tokens = tokenise(texts.train.texts, lambda part: tokenizer(part, truncation=True, max_length=options.max_length))

@@ -46,10 +46,10 @@ def batch_line(arguments: list[str], batch_size: int) -> str | None:
 
 def run(request: Request) -> Mapping[str, float]:
     """Train, and say first which batch size it is: once, and of no command line that was refused."""
-    from fulltilt.train.distributed import detect
+    from fulltilt.train.distributed import rank_from_env
 
     line = batch_line(sys.argv[1:], request.settings.batch_size)
-    if line is not None and detect().rank == 0:
+    if line is not None and rank_from_env().rank == 0:
         print(line, flush=True)
     return RECIPE.run(request)
 

@@ -13,7 +13,7 @@ from fulltilt.train import checkpoint
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.exit_code import exit_code_of
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
 
@@ -30,7 +30,7 @@ def main(out: Path) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
 
     settings = TrainSettings(**victim.DEFAULTS)
-    screen = Screen(out, speaks=False)
+    screen = TrainingScreen(out, speaks=False)
     return exit_code_of(lambda: train(victim.make_job(), settings, out, screen=screen, on_step=note), out)
 
 

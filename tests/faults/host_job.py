@@ -17,7 +17,7 @@ from fulltilt.train.config import TrainSettings
 from fulltilt.train.exit_code import exit_code_of
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.train_state import StepEnd
 
 SAMPLES, EPOCHS, BATCH = 300, 2, 5
@@ -71,7 +71,7 @@ def main(out: Path) -> int:
     settings = TrainSettings(
         epochs=EPOCHS, batch_size=BATCH, save_every=4, device="cpu", hang_timeout_s=8.0, record=False, lr=0.01
     )
-    screen = Screen(out, speaks=os.environ["RANK"] == "0")
+    screen = TrainingScreen(out, speaks=os.environ["RANK"] == "0")
     return exit_code_of(lambda: train(job, settings, out, screen=screen, on_step=journal.on_step), out)
 
 

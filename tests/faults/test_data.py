@@ -18,7 +18,7 @@ from fulltilt.train.config import TrainSettings
 from fulltilt.train.exit_code import exit_code_of
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 
 COUNT = 40
 
@@ -69,7 +69,7 @@ def run(out: Path, data: Any, *, net: Net | None = None, **settings: Any) -> tup
     stream, errors = io.StringIO(), io.StringIO()
     chosen = TrainSettings(**{"device": "cpu", "batch_size": 8, "record": False, **settings})
     job = Job(model=net or Net(), loss=loss, data=data)
-    screen = Screen(out, stream=stream, sampled=False)
+    screen = TrainingScreen(out, stream=stream, sampled=False)
     code = exit_code_of(lambda: train(job, chosen, out, screen=screen), out, errors)
     return code, stream.getvalue(), errors.getvalue()
 
@@ -93,7 +93,7 @@ def test_a_bad_image_is_named_and_stops_the_run(residency: str, workers: int, tm
 
 @pytest.mark.parametrize(("residency", "workers"), WAYS)
 def test_bad_images_are_skipped_and_named_once(residency: str, workers: int, tmp_path: Path) -> None:
-    """Seen to fail: with what `MapSource` does about a `Fetched` left out the engine meets a batch that is none."""
+    """Fails where `MapSource` does not look into a `PartialBatch`: the engine meets a batch that is none."""
     data = images(tmp_path / "images", {3: "cut", 23: "text"})
     net = Net()
     settings = {"on_bad_sample": "skip", "max_bad_share": 0.05, "epochs": 2}
@@ -189,7 +189,7 @@ def test_a_handle_opened_before_the_fork_is_refused(residency: str, tmp_path: Pa
             Job(model=Net(), loss=loss, data=torch.utils.data.Subset(EarlyOpened(path, key=True), range(8))),  # type: ignore[arg-type]
             TrainSettings(device="cpu", workers=4),
             tmp_path / "other",
-            screen=Screen(tmp_path, speaks=False),
+            screen=TrainingScreen(tmp_path, speaks=False),
         )
 
 

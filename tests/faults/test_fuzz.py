@@ -45,7 +45,7 @@ from fulltilt.records import Settings, Trial
 from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.train import Job, TrainSettings, checkpoint, train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.tuning.space import Space
 from fulltilt.tuning.study import KIND, STUDY_FILE, TRIALS_FILE, Study, StudyRecord, next_step
 from fulltilt.tuning.trial.isolation import Isolation
@@ -301,7 +301,7 @@ def train_on(folder: Path, **settings: Any) -> None:
     torch.manual_seed(0)
     job = Job(model=torch.nn.Linear(4, 1), loss=lambda model, batch: (model(batch).mean(), {}), data=ROWS.view(24, 4))
     known = {"epochs": 1, "batch_size": 8, "device": "cpu", "record": False, "ema_decay": 0.9}
-    screen = Screen(folder, stream=io.StringIO(), sampled=False)
+    screen = TrainingScreen(folder, stream=io.StringIO(), sampled=False)
     train(job, TrainSettings(**{**known, **settings}), folder, screen=screen)
     assert "\x1b]0;" not in screen.stream.getvalue()
 

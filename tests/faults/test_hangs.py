@@ -168,7 +168,7 @@ def test_a_worker_hangs(tmp_path: Path) -> None:
 
 
 def skip_a_collective(end: StepEnd) -> None:
-    if end.step == 4 and end.state.group.ranks.rank == 1:
+    if end.step == 4 and end.state.group.info.rank == 1:
         time.sleep(600)
 
 
@@ -183,7 +183,7 @@ def test_a_collective_that_one_rank_never_joins(tmp_path: Path) -> None:
 
 
 def flip_a_weight(end: StepEnd) -> None:
-    if end.step == 4 and end.state.group.ranks.rank == 1:
+    if end.step == 4 and end.state.group.info.rank == 1:
         with torch.no_grad():
             weight = end.state.model.first.weight
             weight.view(torch.int32)[3, 2] ^= 1 << 10  # the lowest may be rounded away by the next update

@@ -15,7 +15,7 @@ import torch
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from tests.faults import victim
 
 SCRIPT = "<script>alert(1)</script>"
@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     stream = io.StringIO()
     job = Job(model=victim.Net(), loss=scope["loss"], data=data, eval_data=data, name=f"{SCRIPT}{CODES}")
     settings = TrainSettings(device="cpu", batch_size=8, epochs=2, residency="none")
-    train(job, settings, out, screen=Screen(out, stream=stream, sampled=False))
+    train(job, settings, out, screen=TrainingScreen(out, stream=stream, sampled=False))
     return out, stream.getvalue()
 
 

@@ -66,7 +66,7 @@ def stop_rank_0(end: StepEnd) -> None:
     import os
     import signal
 
-    if end.step == 4 and end.state.group.ranks.rank == 0:
+    if end.step == 4 and end.state.group.info.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
 
 

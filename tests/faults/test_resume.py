@@ -210,7 +210,7 @@ def test_forgetting_the_random_state_of_a_rank_shows(note: str, tmp_path: Path) 
 
 
 def stop_at_5(end: StepEnd) -> None:
-    if end.step == 5 and end.state.group.ranks.rank == 0:
+    if end.step == 5 and end.state.group.info.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -29,7 +29,7 @@ from fulltilt.train.config import TrainSettings
 from fulltilt.train.exit_code import exit_code_of
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.train_state import StepEnd
 
 DEFAULTS: dict[str, Any] = {
@@ -150,7 +150,7 @@ def run_here(
         if end.step == stop_at:
             raise Interrupted
 
-    screen = Screen(out, stream=(out.parent / f"{out.name}.txt").open("a"), sampled=False)
+    screen = TrainingScreen(out, stream=(out.parent / f"{out.name}.txt").open("a"), sampled=False)
     try:
         train(make_job(**(changes or {})), TrainSettings(**{**DEFAULTS, **settings}), out, screen=screen, on_step=note)
     except Interrupted:
@@ -185,7 +185,7 @@ def run(order: Order) -> None:
             order.on_step(end)
 
     def body() -> None:
-        screen = Screen(order.out, speaks=order.rank == 0, sampled=False)
+        screen = TrainingScreen(order.out, speaks=order.rank == 0, sampled=False)
         settings = TrainSettings(**{**DEFAULTS, **order.settings})
         train(make_job(**changes), settings, order.out, resume_from=order.resume_from, screen=screen, on_step=note)
 

@@ -13,7 +13,7 @@ import torch
 
 from fulltilt import feed
 from fulltilt.errors import DataError, UsageError
-from fulltilt.feed.hdf5_files import BlockReader, Source, describe
+from fulltilt.feed.hdf5_files import BlockReader, Hdf5Table, describe
 from fulltilt.feed.random_numbers import uniform
 
 h5py = pytest.importorskip("h5py")
@@ -38,8 +38,8 @@ def files(tmp_path):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    original = Source.blocks
-    monkeypatch.setattr(Source, "blocks", lambda self, block_bytes=1400: original(self, block_bytes))
+    original = Hdf5Table.blocks
+    monkeypatch.setattr(Hdf5Table, "blocks", lambda self, block_bytes=1400: original(self, block_bytes))
 
 
 def rows_of(loader):

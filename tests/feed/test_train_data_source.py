@@ -53,7 +53,7 @@ def fed(data: Any, plan: EpochPlan, residency: Any = "ram", **changes: Any) -> S
 
 def drain(data: Source, epoch: int = 0, consumed: int = 0) -> list[tuple[list[list[torch.Tensor]], int, int, str]]:
     return [
-        ([list(batch) for batch in step.batches], step.samples, step.consumed, step.names())
+        ([list(batch) for batch, _ in step.batches], step.samples, step.consumed, step.names())
         for step in data.steps(epoch, consumed)
     ]
 
@@ -133,7 +133,7 @@ def test_a_feed_loader_as_data_resumes_by_its_position(tmp_path: Path) -> None:
     samples=st.integers(1, 40),
     batch_size=st.integers(1, 9),
     accumulation=st.integers(1, 3),
-    world=st.integers(1, 3),
+    world_size=st.integers(1, 3),
     drop_last=st.booleans(),
     steps_used=st.integers(0, 3),
 )
@@ -144,16 +144,16 @@ def test_global_batches_are_the_worker_paths_whatever_the_ranks(
     consumed = min(steps_used * plan.step_samples, samples)
     data = list(torch.arange(samples))
     alone = MapSource(data, replace(plan, samples=samples), TrainSettings())
-    whole = [[index for batch in step.batches for index in batch.tolist()] for step in alone.steps(2, consumed)]
+    whole = [[index for batch, _ in step.batches for index in batch.tolist()] for step in alone.steps(2, consumed)]
     ranks = []
     for rank in range(world):
-        one = fed(data, replace(plan, rank=rank, world=world))
+        one = fed(data, replace(plan, rank=rank, world_size=world))
         assert isinstance(one, FeedSource)
         ranks.append(list(one.steps(2, consumed)))
         one.close()
     together = [
-        [index for batches in itertools.zip_longest(*(s.batches for s in step), fillvalue=torch.empty(0))
-         for batch in batches for index in batch.tolist()]
+        [index for batches in itertools.zip_longest(*(s.batches for s in step), fillvalue=(torch.empty(0), 0))
+         for batch, _ in batches for index in batch.tolist()]
         for step in zip(*ranks, strict=True)
     ]  # fmt: skip
     assert together == whole

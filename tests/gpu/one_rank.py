@@ -20,7 +20,7 @@ from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import Group
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.train_state import StepEnd
 
 
@@ -88,7 +88,7 @@ def trained(out: Path, device: str, *, fails: bool = False, stop_at: int | None 
     job = Job(model=model(), loss=FullOnce(fails), data=Samples(), eval_data=Samples())
     with contextlib.suppress(InterruptedError):
         options = TrainSettings(**chosen, device=device, record=False, deterministic=True)  # type: ignore[arg-type]
-        train(job, options, out, screen=Screen(out, speaks=False), on_step=note)
+        train(job, options, out, screen=TrainingScreen(out, speaks=False), on_step=note)
     return checkpoint.load(checkpoint.folders(out / "checkpoints")[0])[0]
 
 

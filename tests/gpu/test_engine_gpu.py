@@ -15,7 +15,7 @@ from fulltilt.train.config import TrainSettings
 from fulltilt.train.guards import StepFigures
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.random_states import restore_rng, rng_state
 from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
@@ -23,7 +23,7 @@ from tests.faults import victim
 pytestmark = pytest.mark.gpu
 
 
-class Kept(Screen):
+class Kept(TrainingScreen):
     """A silent screen that keeps the figures of each step."""
 
     def __init__(self, out: Path) -> None:

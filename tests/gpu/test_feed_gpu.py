@@ -23,7 +23,7 @@ from fulltilt.feed.augment import (
     SpecAugment,
 )
 from fulltilt.train import Job, TrainSettings, train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -270,6 +270,8 @@ def test_the_engine_trains_the_same_from_every_tier(residency, tmp_path, monkeyp
         settings = TrainSettings(
             epochs=3, batch_size=16, workers=2, residency=name, precision="fp32", deterministic=True, record=False
         )
-        train(job, settings, tmp_path / name, screen=Screen(tmp_path / name, stream=io.StringIO(), sampled=False))
+        train(
+            job, settings, tmp_path / name, screen=TrainingScreen(tmp_path / name, stream=io.StringIO(), sampled=False)
+        )
         chains.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*chains)

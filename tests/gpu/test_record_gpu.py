@@ -18,7 +18,7 @@ from fulltilt.diagnosis import answer
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def test_the_ledger_of_a_training_on_a_gpu_closes(residency: str, tmp_path: Path
     stream = io.StringIO()
     job = Job(model=network(), loss=loss, data=Pictures(), eval_data=Pictures())
     settings = TrainSettings(batch_size=64, epochs=4, workers=4, residency=residency, save_every=50)  # type: ignore[arg-type]
-    train(job, settings, tmp_path, screen=Screen(tmp_path, stream=stream))
+    train(job, settings, tmp_path, screen=TrainingScreen(tmp_path, stream=stream))
     told = stream.getvalue()
     assert re.search(r"^Using 1 GPU|^GPU 0: ", told, re.MULTILINE)
     assert len(re.findall(r"^GPU Memory - Allocated: \d+\.\d\d GB, Peak: \d+\.\d\d GB$", told, re.MULTILINE)) == 5

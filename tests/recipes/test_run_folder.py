@@ -15,7 +15,7 @@ from fulltilt.recipes import RECIPES, run_folder
 from fulltilt.recipes.carclip.model import TOKENIZER
 from fulltilt.recipes.pretrained import own_tokenizer
 from fulltilt.recipes.recipe import Request
-from fulltilt.recipes.visobert import Options
+from fulltilt.recipes.visobert import VisobertOptions
 from fulltilt.train import checkpoint
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job
@@ -27,7 +27,7 @@ def test_what_a_recipe_was_made_from_is_kept_without_secrets(
     monkeypatch.setenv("FULLTILT_SECRETS", "internal-host")
     settings = TrainSettings(device="cpu", record=False)
     for text_column in ("text", "hf_abcdefghijklmnopqrstuvwx"):
-        options = Options("https://me:hunter2@hub.example/visobert", text_column, "internal-host")
+        options = VisobertOptions("https://me:hunter2@hub.example/visobert", text_column, "internal-host")
         data = [torch.ones(2)] * 4
         job = Job(torch.nn.Linear(2, 1), lambda model, batch: model(batch).mean(), data)
         Request(options, settings, tmp_path, tmp_path / "out").train(job)

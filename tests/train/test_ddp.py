@@ -65,7 +65,7 @@ def thawing(order: Order) -> dict[str, Any]:
 
 def note_the_first_layer(end: StepEnd) -> None:
     bits = bit_hash([victim.whole(end.state.model.first.weight.detach())])
-    with (end.state.out / f"first.{end.state.group.ranks.rank}.txt").open("a") as file:
+    with (end.state.out / f"first.{end.state.group.info.rank}.txt").open("a") as file:
         file.write(f"{end.epoch} {bits}\n")
 
 

@@ -18,11 +18,11 @@ from fulltilt.errors import UsageError
 from fulltilt.train import distributed
 from fulltilt.train.data_source import samples_in_batch, split_batch
 from fulltilt.train.distributed import (
-    Ranks,
+    RankInfo,
     bit_hash,
-    detect,
     divided,
     part_of,
+    rank_from_env,
     relaunch,
 )
 
@@ -30,27 +30,27 @@ from fulltilt.train.distributed import (
 def test_the_place_among_the_ranks_is_torchruns() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     srun = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}
-    assert detect(torchrun) == detect({**torchrun, **srun}) == Ranks(3, 8, 1)
-    assert detect({}) == Ranks()
-    assert detect({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}) == Ranks(), "a batch script is no srun step"
+    assert rank_from_env(torchrun) == rank_from_env({**torchrun, **srun}) == RankInfo(3, 8, 1)
+    assert rank_from_env({}) == RankInfo()
+    assert rank_from_env({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}) == RankInfo(), "a batch script is no srun step"
     with pytest.raises(UsageError, match="srun started 8"):
-        detect(srun)
+        rank_from_env(srun)
     with pytest.raises(UsageError):
-        detect({"RANK": "x", "WORLD_SIZE": "2"})
+        rank_from_env({"RANK": "x", "WORLD_SIZE": "2"})
 
 
 @given(st.integers(0, 500), st.integers(1, 16))
 def test_parts_add_up(total: int, world: int) -> None:
-    parts = [part_of(total, Ranks(rank, world)) for rank in range(world)]
+    parts = [part_of(total, RankInfo(rank, world)) for rank in range(world)]
     assert sum(parts) == total
     assert max(parts) - min(parts) <= 1
 
 
 def test_the_guides_lines() -> None:
-    assert divided(32, 8, Ranks(0, 2)) == "batch 32 = 2 ranks × 16; workers 8 = 4 a rank"
-    assert divided(9, 1, Ranks(0, 2)) == "batch 9 = 2 ranks × 4 or 5; workers 1 = 0 or 1 a rank"
+    assert divided(32, 8, RankInfo(0, 2)) == "batch 32 = 2 ranks × 16; workers 8 = 4 a rank"
+    assert divided(9, 1, RankInfo(0, 2)) == "batch 9 = 2 ranks × 4 or 5; workers 1 = 0 or 1 a rank"
     with pytest.raises(UsageError, match="cannot be divided among 4 ranks"):
-        divided(3, 0, Ranks(0, 4))
+        divided(3, 0, RankInfo(0, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8])
@@ -78,7 +78,7 @@ def test_one_flipped_bit_changes_the_hash(dtype: torch.dtype) -> None:
 )
 def test_batches_are_split_whatever_their_structure(batch: object) -> None:
     assert samples_in_batch(batch) == 10
-    parts = list(split_batch(batch, 4))
+    parts = list(split_batch(batch, 10, 4))
     assert [count for _, count in parts] == [4, 4, 2]
     assert [samples_in_batch(part) for part, _ in parts] == [4, 4, 2]
     assert type(parts[0][0]) is type(batch)
@@ -86,11 +86,19 @@ def test_batches_are_split_whatever_their_structure(batch: object) -> None:
 
 def test_what_belongs_to_the_whole_batch_stays_whole() -> None:
     batch = {"x": torch.arange(6), "names": list("abcdef"), "weight": torch.tensor(2.0), "table": torch.zeros(3, 2)}
-    second = list(split_batch(batch, 4))[1][0]
+    second = list(split_batch(batch, 6, 4))[1][0]
     assert second["x"].tolist() == [4, 5]
     assert second["names"] == ["e", "f"]
     assert second["weight"] == 2.0
     assert second["table"].shape == (3, 2)
+
+
+def test_samples_that_differ_in_shape_are_counted_and_split() -> None:
+    batch = (tuple(torch.zeros(3, 5 + n) for n in range(4)), tuple({"boxes": torch.zeros(n, 4)} for n in range(4)))
+    assert samples_in_batch(batch, batch_size=4) == 4
+    second = list(split_batch(batch, 4, 3))[1][0]
+    assert [image.shape[1] for image in second[0]] == [8]
+    assert [len(target["boxes"]) for target in second[1]] == [3]
 
 
 def test_a_batch_without_samples_is_told() -> None:

@@ -18,7 +18,7 @@ from fulltilt.train.data_source import BatchSource
 from fulltilt.train.exit_code import exit_code_of
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 
 
 def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_disk_that_is_full_for_anything_else_than_a_checkpoint_ends_with_7(num
     ],
 )
 def test_batches_are_named_as_the_progress_bar_counts(accumulation: int, names: list[str]) -> None:
-    steps = BatchSource([torch.zeros(2, 3)] * 4, accumulation, world=1).steps(epoch=0, consumed=1)
+    steps = BatchSource([torch.zeros(2, 3)] * 4, accumulation, world_size=1).steps(epoch=0, consumed=1)
     assert [step.names() for step in steps] == names
 
 
@@ -85,7 +85,7 @@ def test_a_last_batch_of_one_sample_is_told_with_what_to_change(tmp_path: Path) 
     )
     out, told = tmp_path / "out", io.StringIO()
     settings = TrainSettings(device="cpu", batch_size=2, epochs=1, workers=0)
-    screen = Screen(out, speaks=False)
+    screen = TrainingScreen(out, speaks=False)
     assert exit_code_of(lambda: train(job, settings, out, screen=screen), out, told) == 2
     first, remedy, *_ = told.getvalue().splitlines()
     assert "has a single sample" in first

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fulltilt.train import Job, TrainSettings, train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 
 
 def test_what_is_kept_of_each_sample_arrives_once_also_when_a_batch_had_to_be_halved(tmp_path: Path) -> None:
@@ -27,6 +27,8 @@ def test_what_is_kept_of_each_sample_arrives_once_also_when_a_batch_had_to_be_ha
 
     data = [torch.tensor([float(i)]) for i in range(10)]
     job = Job(torch.nn.Linear(1, 1), loss, data, eval_data=data, eval_loss=eval_loss, eval_metrics=metrics)
-    outcome = train(job, TrainSettings(batch_size=4, device="cpu"), tmp_path, screen=Screen(tmp_path, speaks=False))
+    outcome = train(
+        job, TrainSettings(batch_size=4, device="cpu"), tmp_path, screen=TrainingScreen(tmp_path, speaks=False)
+    )
     assert sorted(seen["value"].tolist()) == [float(i) for i in range(10)]
     assert outcome.metrics["eval_largest"] == 9.0

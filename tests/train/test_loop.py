@@ -18,14 +18,14 @@ from fulltilt.train import checkpoint
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job, Stage
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen, epoch_time_line
+from fulltilt.train.progress import TrainingScreen, epoch_time_line
 from fulltilt.train.train_state import Outcome, StepEnd
 from tests.faults import victim
 
 
 def run(out: Path, job: Job | None = None, **settings: Any) -> tuple[Outcome, str]:
     stream = io.StringIO()
-    screen = Screen(out, stream=stream, sampled=False)
+    screen = TrainingScreen(out, stream=stream, sampled=False)
     outcome = train(
         job or victim.make_job(), TrainSettings(**{"device": "cpu", "record": False, **settings}), out, screen=screen
     )
@@ -98,7 +98,7 @@ def test_the_loader_profile_is_only_for_debugging(tmp_path: Path, monkeypatch: p
 
 def test_the_status_line_stands_beside_the_bar(tmp_path: Path) -> None:
     stream = io.StringIO()
-    screen = Screen(tmp_path, stream=stream)
+    screen = TrainingScreen(tmp_path, stream=stream)
 
     def wait_for_a_look(_: StepEnd) -> None:
         # The machine is first looked at beside the training, and these steps may all be over before.
@@ -130,7 +130,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_uses_each_sample_once(tmp_
         used[end.step] = [int(number) for number in re.findall(r"\d+", end.samples)]
 
     settings: dict[str, Any] = {"device": "cpu", "save_every": 3, "epochs": 1, "record": False}
-    quiet = {"screen": Screen(tmp_path, speaks=False), "on_step": note}
+    quiet = {"screen": TrainingScreen(tmp_path, speaks=False), "on_step": note}
     with pytest.raises(victim.Interrupted):
         train(victim.make_job(), TrainSettings(**settings, batch_size=8), tmp_path, **quiet)  # type: ignore[arg-type]
     train(victim.make_job(), TrainSettings(**settings, batch_size=5), tmp_path, **quiet)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_a_resume_says_that_the_data_has_changed(tmp_path: Path) -> None:
 
     def told(samples: int, **asked: int) -> str:
         stream = io.StringIO()
-        screen = Screen(tmp_path, stream=stream, sampled=False)
+        screen = TrainingScreen(tmp_path, stream=stream, sampled=False)
         settings = TrainSettings(device="cpu", batch_size=8, record=False, **asked)  # type: ignore[arg-type]
         train(victim.make_job(data=victim.NoisySamples(samples)), settings, tmp_path, screen=screen)
         return stream.getvalue()
@@ -161,7 +161,7 @@ def test_a_resume_says_that_the_data_has_changed(tmp_path: Path) -> None:
 def test_fresh_sets_the_old_checkpoints_aside(tmp_path: Path) -> None:
     run(tmp_path, epochs=1)
     stream = io.StringIO()
-    screen = Screen(tmp_path, stream=stream, sampled=False)
+    screen = TrainingScreen(tmp_path, stream=stream, sampled=False)
     train(victim.make_job(), TrainSettings(device="cpu", epochs=1, record=False), tmp_path, screen=screen, fresh=True)
     assert "Resuming" not in stream.getvalue()
     assert checkpoint.folders(tmp_path / "checkpoints.old-1")
@@ -190,7 +190,7 @@ def test_stages_and_unfreezing(tmp_path: Path) -> None:
         rates[end.epoch] = max(rates.get(end.epoch, 0.0), end.state.stepper.optimizer.param_groups[0]["lr"])
 
     job = victim.make_job(stages=stages)
-    screen = Screen(tmp_path, speaks=False)
+    screen = TrainingScreen(tmp_path, speaks=False)
     outcome = train(job, TrainSettings(device="cpu", batch_size=8), tmp_path, screen=screen, on_step=note)
     assert trained == {0: {"last"}, 1: {"norm", "last"}, 2: {"first", "norm", "last"}}
     assert rates[0] == 0.1
@@ -215,10 +215,10 @@ def test_ready_batches_and_their_resume(tmp_path: Path) -> None:
             raise victim.Interrupted
 
     settings = TrainSettings(device="cpu", epochs=2, save_every=5, record=False)
-    train(job(), settings, tmp_path / "whole", screen=Screen(tmp_path, speaks=False), on_step=note)
+    train(job(), settings, tmp_path / "whole", screen=TrainingScreen(tmp_path, speaks=False), on_step=note)
     with pytest.raises(victim.Interrupted):
-        train(job(), settings, tmp_path / "cut", screen=Screen(tmp_path, speaks=False), on_step=until_7)
-    train(job(), settings, tmp_path / "cut", screen=Screen(tmp_path, speaks=False), on_step=note)
+        train(job(), settings, tmp_path / "cut", screen=TrainingScreen(tmp_path, speaks=False), on_step=until_7)
+    train(job(), settings, tmp_path / "cut", screen=TrainingScreen(tmp_path, speaks=False), on_step=note)
     assert len(hashes) == 22
 
 

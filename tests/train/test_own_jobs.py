@@ -21,14 +21,14 @@ from fulltilt.train.config import TrainSettings
 from fulltilt.train.exit_code import exit_code_of
 from fulltilt.train.job import Job, Stage
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.step import LossScale
 from fulltilt.train.train_state import Outcome, StepEnd
 from tests.faults import victim
 
 
 def run(out: Path, job: Job | None = None, on_step: Any = None, **settings: Any) -> tuple[Outcome, str]:
-    screen = Screen(out, stream=(out.parent / f"{out.name}.txt").open("a"), sampled=False)
+    screen = TrainingScreen(out, stream=(out.parent / f"{out.name}.txt").open("a"), sampled=False)
     chosen = TrainSettings(**{"device": "cpu", "record": False, "batch_size": 22, **settings})
     try:
         outcome = train(job or victim.make_job(eval_data=None), chosen, out, screen=screen, on_step=on_step)
@@ -317,7 +317,7 @@ def test_a_screen_that_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pipe = os.fdopen(writing, "w")
     for stream in (pipe, None):
         monkeypatch.setattr(sys, "stdout", stream)
-        screen = Screen(tmp_path / "out", sampled=False)
+        screen = TrainingScreen(tmp_path / "out", sampled=False)
         screen.say("to nobody")
         screen.say("to nobody")
     pipe.close()

@@ -24,7 +24,7 @@ from fulltilt.train.config import TrainSettings
 from fulltilt.train.guards import StepFigures
 from fulltilt.train.loop import train
 from fulltilt.train.metrics import log_metrics
-from fulltilt.train.progress import Screen, Terminal
+from fulltilt.train.progress import Terminal, TrainingScreen
 from fulltilt.train.record import IdleGpu
 from tests.diagnosis.examples import loader
 from tests.faults import victim
@@ -39,7 +39,7 @@ class Tty(io.StringIO):
 
 def run(out: Path, stream: io.StringIO | None = None, **settings: Any) -> str:
     stream = stream or io.StringIO()
-    screen = Screen(out, stream=stream, sampled=False)
+    screen = TrainingScreen(out, stream=stream, sampled=False)
     train(victim.make_job(), TrainSettings(**{**victim.DEFAULTS, **settings}), out, screen=screen)
     return stream.getvalue()
 
@@ -71,7 +71,7 @@ def test_an_epoch_on_a_gpu_reads_as_the_guides_write_it(
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    screen = Screen(tmp_path, stream=stream)
+    screen = TrainingScreen(tmp_path, stream=stream)
     screen.begin(TrainSettings(batch_size=128), "fp32", 20, ["Tesla T4", "Tesla T4"])
     screen.debugging = True
     screen.epoch_begins(0, 384, 0)
@@ -109,7 +109,7 @@ def test_an_epoch_on_a_gpu_reads_as_the_guides_write_it(
 def test_what_is_left_of_an_epoch_is_not_taken_for_the_batch_size(tmp_path: Path) -> None:
     """Seen to fail: a run resumed at the last step of an epoch told `Batch size: 4 (expected: 8)` of 20 samples."""
     stream = io.StringIO()
-    screen = Screen(tmp_path, stream=stream)
+    screen = TrainingScreen(tmp_path, stream=stream)
     screen.begin(TrainSettings(batch_size=8), "fp32", 2, [])
     screen.epoch_begins(0, 3, done=2)
     screen.stepped(4)
@@ -126,7 +126,7 @@ def test_a_run_that_ends_within_an_epoch_counts_down_to_its_own_end(
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    screen = Screen(tmp_path, stream=stream)
+    screen = TrainingScreen(tmp_path, stream=stream)
     screen.epoch_begins(0, 100, 0, left=3)
     for step in range(3):
         now[0] += 60.0
@@ -138,7 +138,7 @@ def test_the_rate_is_that_of_the_last_seconds(tmp_path: Path, monkeypatch: pytes
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
-    screen = Screen(tmp_path, stream=stream)
+    screen = TrainingScreen(tmp_path, stream=stream)
     screen.epoch_begins(0, 100, 0)
     for step in range(100):
         now[0] += 60.0 if step == 0 else 0.5  # compiling
@@ -148,13 +148,13 @@ def test_the_rate_is_that_of_the_last_seconds(tmp_path: Path, monkeypatch: pytes
 
 def test_the_screen_knows_how_many_steps_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int | None] = []
-    begins = Screen.epoch_begins
+    begins = TrainingScreen.epoch_begins
 
-    def noting(self: Screen, *given: Any) -> None:
+    def noting(self: TrainingScreen, *given: Any) -> None:
         told.append(given[-1])
         begins(self, *given)
 
-    monkeypatch.setattr(Screen, "epoch_begins", noting)
+    monkeypatch.setattr(TrainingScreen, "epoch_begins", noting)
     run(tmp_path, epochs=1, max_steps=2)
     run(tmp_path, epochs=1, max_steps=5)
     run(tmp_path, epochs=1)
@@ -326,7 +326,7 @@ class Idle:
 
     def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch, util: float) -> None:
         self.stream = io.StringIO()
-        self.screen = Screen(out, stream=self.stream)
+        self.screen = TrainingScreen(out, stream=self.stream)
         self.spent = Buckets()
         monkeypatch.setattr(SpanFollower, "recent_buckets", lambda *_: self.spent)
         monkeypatch.setattr(SpanFollower, "loaders", (loader(where=None, made_by="fulltilt"),))

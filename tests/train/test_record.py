@@ -20,14 +20,14 @@ from fulltilt.recorder.session import Session
 from fulltilt.records import Run, Span
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.loop import train
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.train_state import StepEnd
 from tests.faults import victim
 
 
 def run(out: Path, *, on_step: Any = None, changes: dict[str, Any] | None = None, **settings: Any) -> str:
     stream = io.StringIO()
-    screen = Screen(out, stream=stream, sampled=False)
+    screen = TrainingScreen(out, stream=stream, sampled=False)
     chosen = TrainSettings(**{**victim.DEFAULTS, "record": True, **settings})
     train(victim.make_job(**(changes or {})), chosen, out, screen=screen, on_step=on_step)
     return stream.getvalue()

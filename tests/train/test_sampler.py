@@ -23,7 +23,7 @@ plans = st.builds(
 
 def steps_of(plan: EpochPlan, world: int) -> list[list[list[int]]]:
     """For each step the sample ids of each rank."""
-    ranks = [RankBatches(replace(plan, rank=rank, world=world)) for rank in range(world)]
+    ranks = [RankBatches(replace(plan, rank=rank, world_size=world)) for rank in range(world)]
     drawn = [iter(rank) for rank in ranks]
     return [
         [
@@ -67,7 +67,8 @@ def test_going_on_in_the_middle_with_another_batch_and_other_ranks(
 def test_shares_differ_by_at_most_one(plan: EpochPlan) -> None:
     for step in range(plan.steps):
         sizes = [
-            [high - low for low, high in replace(plan, rank=rank, world=3).shares(step)][:1] or [0] for rank in range(3)
+            [high - low for low, high in replace(plan, rank=rank, world_size=3).shares(step)][:1] or [0]
+            for rank in range(3)
         ]
         assert max(sizes)[0] - min(sizes)[0] <= 1
 

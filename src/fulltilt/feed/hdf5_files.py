@@ -59,7 +59,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Consecutive rows of one file: all rows of the samples that begin in some of its chunks."""
 
     file: str
@@ -70,7 +70,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Source:
+class Hdf5Table:
     """Files and keys as one long table. Sample s is ``window`` rows from row ``s * stride`` on, within one file.
 
     ``rows`` counts the rows of each file that are used, from row ``first`` of it on.
@@ -96,11 +96,11 @@ class Source:
     def _samples_of(self, rows: int) -> int:
         return max(0, (rows - (self.window or 1)) // self.stride + 1)
 
-    def blocks(self, block_bytes: int = BLOCK_BYTES) -> list[Block]:
+    def blocks(self, block_bytes: int = BLOCK_BYTES) -> list[RowBlock]:
         """All samples in blocks: those that begin in the same few chunks are in one block."""
         chunk = max(column.chunk_rows for column in self.columns)
         size = max(1, block_bytes // self.row_bytes // chunk) * chunk
-        found: list[Block] = []
+        found: list[RowBlock] = []
         before = 0
         for file, start, count in zip(self.files, self.first, self.rows, strict=True):
             samples = self._samples_of(count)
@@ -109,7 +109,7 @@ class Source:
                 here = min(end, samples) - first
                 if here > 0:
                     rows = (here - 1) * self.stride + (self.window or 1)
-                    found.append(Block(file, start + first * self.stride, rows, before + first, here))
+                    found.append(RowBlock(file, start + first * self.stride, rows, before + first, here))
             before += samples
         return found
 
@@ -120,7 +120,7 @@ def describe(
     window: int | None,
     stride: int,
     part: tuple[float, float] = (0.0, 1.0),
-) -> Source:
+) -> Hdf5Table:
     """Look at the files without reading rows; ``part`` is the share of each file's rows to use, from and to.
 
     Raises UsageError for wrong names, DataError for damage.
@@ -160,7 +160,7 @@ def describe(
         rows.append(lengths[keys[0]])
     first, last = ([round(share * count) for count in rows] for share in part)
     used = tuple(end - start for start, end in zip(first, last, strict=True))
-    source = Source(tuple(names), used, tuple(columns), window, stride, tuple(first))
+    source = Hdf5Table(tuple(names), used, tuple(columns), window, stride, tuple(first))
     if source.samples == 0:
         length = "" if window is None else f" for windows of {window}"
         raise DataError(
@@ -176,7 +176,7 @@ class BlockReader:
     Files are opened by the process that reads: a handle inherited across a fork shares its position and locks.
     """
 
-    def __init__(self, source: Source, blocks: list[Block]) -> None:
+    def __init__(self, source: Hdf5Table, blocks: list[RowBlock]) -> None:
         self.source, self.blocks = source, blocks
         self.rows = -(-max(block.rows for block in blocks) // ROWS_ALIGNMENT) * ROWS_ALIGNMENT
         self.block_bytes = self.rows * source.row_bytes
@@ -204,7 +204,7 @@ class BlockReader:
                     break
         return failures
 
-    def parts(self, block: Block, row: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, block: RowBlock, row: torch.Tensor) -> list[torch.Tensor]:
         """The keys of a block as tensors over its bytes."""
         keys = torch.split(row, [self.rows * column.row_bytes for column in self.source.columns])
         return [

@@ -20,7 +20,7 @@ GIB = 1024**3
 
 
 @dataclass(frozen=True)
-class Limits:
+class TierLimits:
     """How much of the free memory a data set may take, each with its reason."""
 
     # Fragmentation and the steps with the largest activations come later than the steps that were watched.
@@ -33,7 +33,7 @@ class Limits:
     ram_share: float = 0.7
 
 
-LIMITS = Limits()
+TIER_LIMITS = TierLimits()
 
 
 # Free bytes on each tier that there is, after the model's own; the fastest tier first.
@@ -83,20 +83,20 @@ def measure_room(
 ) -> Room:
     """What is free now; without a ``cache_dir`` there is no disk tier.
 
-    ``reserve_bytes`` is the VRAM to leave for the model; None leaves a share (see Limits).
+    ``reserve_bytes`` is the VRAM to leave for the model; None leaves a share (see TierLimits).
     """
     ram = memory_headroom_bytes() // local_ranks()
     room: Room = {}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        margin = max(LIMITS.vram_margin_bytes, int(total * LIMITS.vram_margin_share))
+        margin = max(TIER_LIMITS.vram_margin_bytes, int(total * TIER_LIMITS.vram_margin_share))
         if reserve_bytes is None and not model_has_run:
-            margin = max(margin, int(total * LIMITS.vram_unknown_model_share))
+            margin = max(margin, int(total * TIER_LIMITS.vram_unknown_model_share))
         elif reserve_bytes is not None:
             # What the model already took is no longer free: only the rest of its reserve is still to come.
             margin += max(0, reserve_bytes - torch.cuda.memory_reserved(device))
-        room = {"vram": max(0, free - margin), "pinned": int(ram * LIMITS.pinned_share)}
-    room["ram"] = int(ram * LIMITS.ram_share)
+        room = {"vram": max(0, free - margin), "pinned": int(ram * TIER_LIMITS.pinned_share)}
+    room["ram"] = int(ram * TIER_LIMITS.ram_share)
     if cache_dir is not None and (disk := room_bytes(cache_dir)) is not None:
         room["disk"] = disk
     return room

@@ -21,7 +21,7 @@ RUNS = Path("fulltilt-runs")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunOptions:
     """Where a training takes its data and leaves its results."""
 
     data: str = option("synthetic", "A folder, or synthetic for made data.")
@@ -49,7 +49,7 @@ def flags(recipe: Recipe) -> list[Flag]:
     """All flags of a recipe but ``--config``: where, the shared settings, then its own."""
     listed = []
     defaults = _defaults(recipe)
-    for record in (Place, TrainSettings, recipe.options):
+    for record in (RunOptions, TrainSettings, recipe.options):
         kinds = get_type_hints(record)
         for entry in dataclasses.fields(record):
             if help := entry.metadata.get("help"):
@@ -93,7 +93,7 @@ def _part(whole: Any, record: type[Record]) -> Record:
 @functools.cache
 def _union(options: type[Any]) -> type[Any]:
     """One record with the fields of all three, so that problems are found, and guesses made, over all of them."""
-    records = (options, TrainSettings, Place)
+    records = (options, TrainSettings, RunOptions)
     fields = [
         (entry.name, get_type_hints(record)[entry.name], field(default=entry.default, metadata=dict(entry.metadata)))
         for record in records

@@ -10,7 +10,7 @@ from typing import Any
 from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import refuse_foreign, written_by_library
-from fulltilt.train.distributed import detect
+from fulltilt.train.distributed import rank_from_env
 from fulltilt.train.guards import is_out_of_memory
 from fulltilt.train.weight_import import reason
 
@@ -102,7 +102,7 @@ def own_tokenizer(request: Request, texts: Sequence[str], **how: Any) -> Any:
         if (folder / "tokenizer.json").is_file():
             return load("tokenizer", str(folder), PreTrainedTokenizerFast.from_pretrained, "Use --fresh.")
     made = trained_tokenizer(texts, **how)
-    if detect().rank == 0:
+    if rank_from_env().rank == 0:
         with written_by_library(home) as private:
             made.save_pretrained(str(private))
     return made

@@ -13,7 +13,7 @@ from fulltilt.train.config import TrainSettings
 
 if TYPE_CHECKING:
     from fulltilt.train.job import Job
-    from fulltilt.train.progress import Screen
+    from fulltilt.train.progress import TrainingScreen
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Request:
     synthetic: bool = False
     gpus: int | None = None
 
-    def train(self, job: Job, screen: Screen | None = None) -> dict[str, float]:
+    def train(self, job: Job, screen: TrainingScreen | None = None) -> dict[str, float]:
         """Train the job on the engine and return the last metrics. Raises FulltiltErrors."""
         from fulltilt.train import train
 

@@ -21,12 +21,12 @@ from fulltilt.train.distributed import (
     Replicated,
     Sharded,
     SingleProcess,
-    detect,
     device_of,
     divided,
+    rank_from_env,
 )
 from fulltilt.train.job import Job, stage_at, trainable
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.random_states import seed_everything
 from fulltilt.train.sampler import EpochPlan
 from fulltilt.train.step import Stepper, set_tf32
@@ -108,18 +108,18 @@ SLOW_DISK_BYTES_PER_S = 100e6
 
 
 def build(
-    job: Job, settings: TrainSettings, out: Path, cleanup: contextlib.ExitStack, screen: Screen | None = None
+    job: Job, settings: TrainSettings, out: Path, cleanup: contextlib.ExitStack, screen: TrainingScreen | None = None
 ) -> TrainState:
     """Build the run. Everything that can be wrong before step 0 is found here. Raises FulltiltErrors.
 
     What has to be undone at the run's end, or after a mistake, goes to ``cleanup``: a notebook lives on after either.
     """
     _check_model(job)
-    ranks = detect()
-    device = device_of(settings.device, ranks.local_rank)
+    info = rank_from_env()
+    device = device_of(settings.device, info.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = Group(ranks, device, settings.hang_timeout_s)
+    group = Group(info, device, settings.hang_timeout_s)
     cleanup.push(lambda kind, _error, _trace: group.close(failed=kind not in (None, StoppedEarly)))
     policy = KeepPolicy(settings.keep_last, settings.keep_best if settings.monitor else 0, settings.monitor_mode)
     root = out / "checkpoints"
@@ -132,24 +132,24 @@ def build(
     if settings.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
-    shown = screen or Screen(out, speaks=group.first)
+    shown = screen or TrainingScreen(out, speaks=group.first)
     stepper = _stepper(job, settings, group, shown, cleanup)
 
-    shares = divided(settings.batch_size, settings.workers, ranks)
+    shares = divided(settings.batch_size, settings.workers, info)
     if not group.alone:
         if device.type == "cpu":
-            shown.say(f"Using {ranks.world} processes on the CPU for training")
+            shown.say(f"Using {info.world_size} processes on the CPU for training")
         shown.say(shares)
     plan = EpochPlan(
         samples=0,
         batch_size=settings.batch_size,
         accumulation=settings.accumulation,
         seed=settings.seed,
-        rank=ranks.rank,
-        world=ranks.world,
+        rank=info.rank,
+        world_size=info.world_size,
         drop_last=settings.drop_last,
     )
-    where: dict[str, Any] = {"device": device, "stack_log": out / f"stacks.rank-{ranks.rank}.log"}
+    where: dict[str, Any] = {"device": device, "stack_log": out / f"stacks.rank-{info.rank}.log"}
     data = make_source(job.data, plan, settings, job.collate, job.augment, **where)
     cleanup.callback(data.close)
     if data.steps_per_epoch() is None and settings.max_steps is None:
@@ -181,7 +181,9 @@ def build(
     return state
 
 
-def _stepper(job: Job, settings: TrainSettings, group: Group, screen: Screen, cleanup: contextlib.ExitStack) -> Stepper:
+def _stepper(
+    job: Job, settings: TrainSettings, group: Group, screen: TrainingScreen, cleanup: contextlib.ExitStack
+) -> Stepper:
     """The model where it is trained, with everything that a step needs but the optimizer, which a stage brings."""
     device = group.device
     sharded = settings.fsdp and not group.alone
@@ -193,7 +195,7 @@ def _stepper(job: Job, settings: TrainSettings, group: Group, screen: Screen, cl
     if settings.gradient_checkpointing:
         recompute(model)
     group.copy_from_first([*model.parameters(), *model.buffers()])
-    seed_everything(settings.seed, group.ranks.rank)
+    seed_everything(settings.seed, group.info.rank)
     compiled = torch.compile(model) if settings.compile else model
     if isinstance(job.loss, torch.nn.Module):
         job.loss.to(device)  # class weights have to be where the batches are
@@ -256,7 +258,7 @@ def resume(state: TrainState, *, resume_from: Path | None = None, fresh: bool = 
 def _restore(state: TrainState, folder: Path) -> None:
     if not folder.is_dir():
         raise MachineError(
-            f"{folder}, from which the first rank goes on, is not there for rank {state.group.ranks.rank}",
+            f"{folder}, from which the first rank goes on, is not there for rank {state.group.info.rank}",
             "Give an --out on storage that all machines share.",
         )
     loaded = state.load(folder)

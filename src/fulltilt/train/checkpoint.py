@@ -28,7 +28,7 @@ from fulltilt.errors import ForeignFiles, FulltiltError, MachineError
 from fulltilt.store.run_folder import TRAINING
 from fulltilt.train import checkpoint_format
 from fulltilt.train.checkpoint_format import SHARDS_FILE, FileSum, refusals_told
-from fulltilt.train.distributed import Ranks, local_shard, lost_contact
+from fulltilt.train.distributed import RankInfo, local_shard, lost_contact
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ METRICS_FILE = "metrics.csv"
 # What a training writes into OUT besides the files of its record.
 RESERVED = ("checkpoints", METRICS_FILE, "error.log", "profile")
 _NAME = re.compile(r"step-(\d{8,})")
-_ALONE = Ranks()
+_ALONE = RankInfo()
 _MODEL = "model."  # before the names of the model's tensors, among the shards
 
 
@@ -295,13 +295,13 @@ def folders(root: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def verify(folder: Path, ranks: Ranks = _ALONE) -> Checkpoint:
-    """Check every byte of a checkpoint against its manifest; the files are divided among ``ranks``.
+def verify(folder: Path, info: RankInfo = _ALONE) -> Checkpoint:
+    """Check every byte of a checkpoint against its manifest; the files are divided among the ranks.
 
     Raises DamagedCheckpoint naming the file.
     """
     manifest = _manifest(folder)
-    for name, expected in list(manifest["files"].items())[ranks.rank :: ranks.world]:
+    for name, expected in list(manifest["files"].items())[info.rank :: info.world_size]:
         try:
             found = checkpoint_format.hash_file(folder / name)
         except OSError as error:
@@ -313,15 +313,15 @@ def verify(folder: Path, ranks: Ranks = _ALONE) -> Checkpoint:
 
 
 def load(
-    folder: Path, model: Mapping[str, torch.Tensor] | None = None, ranks: Ranks = _ALONE
+    folder: Path, model: Mapping[str, torch.Tensor] | None = None, info: RankInfo = _ALONE
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """The model's tensors and the tree of the rest, after verifying every byte. Raises DamagedCheckpoint.
 
-    Where ``model``, the state of the present one, is sharded over ``ranks``, so is what is read of a sharded one.
+    Where ``model``, the state of the present one, is sharded, only this rank's part of a sharded checkpoint is read.
     """
     files = _manifest(folder)["files"]
     sharded = SHARDS_FILE in files
-    verify(folder, ranks if sharded else _ALONE)
+    verify(folder, info if sharded else _ALONE)
     try:
         tensors = checkpoint_format.read_tensors(folder / TENSORS_FILE)
         if sharded:
@@ -377,14 +377,14 @@ def _described(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class NewestCheckpoint:
     """The newest complete checkpoint, or None when there is none at all; and why newer ones were refused."""
 
     checkpoint: Checkpoint | None
     warnings: tuple[str, ...] = ()
 
 
-def newest_complete(root: Path) -> Found:
+def newest_complete(root: Path) -> NewestCheckpoint:
     """Verify from the newest on until one passes. Raises MachineError when there are some and none passes."""
     refused: list[tuple[Path, str]] = []
     for folder in folders(root) if root.is_dir() else ():
@@ -393,13 +393,13 @@ def newest_complete(root: Path) -> Found:
         except DamagedCheckpoint as damage:
             refused.append((folder, damage.what))
             continue
-        return Found(found, tuple(_fallback_warning(path, why, found) for path, why in refused))
+        return NewestCheckpoint(found, tuple(_fallback_warning(path, why, found) for path, why in refused))
     if refused:
         raise MachineError(
             f"none of the checkpoints in {root} ({len(refused)}) is intact; the newest: {refused[0][1]}",
             "Start again from nothing with --fresh, or give another one with --resume-from.",
         )
-    return Found(None)
+    return NewestCheckpoint(None)
 
 
 def _fallback_warning(refused: Path, why: str, taken: Checkpoint) -> str:

@@ -189,7 +189,7 @@ def capture(
     return CapturedCall(forward, backward, inputs, outputs, output_gradients, tuple(parameters), gradients, structure)
 
 
-class Pending:
+class PendingBackward:
     """A forward whose backward may come. It is part of the autograd graph and goes with it."""
 
     def __init__(self) -> None:
@@ -209,7 +209,9 @@ class Replay(torch.autograd.Function):
     """A replayed forward, whose backward is a replay."""
 
     @staticmethod
-    def forward(ctx: Any, recorded: CapturedCall, pending: Pending, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, recorded: CapturedCall, pending: PendingBackward, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """The outputs, in memory that the next replay leaves alone."""
         ctx.recorded, ctx.pending = recorded, pending
         outputs = recorded.replay(tensors)
@@ -288,7 +290,7 @@ class GraphedModel:
         self._seen: dict[Any, int] = {}
         self._parts: dict[bool, _Parts] = {}  # for training, and for evaluation
         # A replay overwrites the activations of the one before, and recording beside another forward would fail.
-        self._pending: weakref.WeakSet[Pending] = weakref.WeakSet()
+        self._pending: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self._pool: Any = None
         self._given_up: set[bool] = set()  # of training (True) and evaluation (False)
         self._own = vars(called).get("forward")
@@ -320,7 +322,7 @@ class GraphedModel:
         values = (*args, *kwargs.values())
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         recorded = self._recording_of(args, kwargs, tensors) if tensors and self._replays(values) else None
-        pending = Pending()
+        pending = PendingBackward()
         if recorded is None:
             result = self._eager(*args, **kwargs)
             pending.notice_backward(result)

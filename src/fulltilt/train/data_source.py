@@ -23,37 +23,24 @@ from fulltilt.feed.random_numbers import mix, sample_seed
 from fulltilt.feed.sample_cache import SampleCache
 from fulltilt.feed.sample_layout import container_like
 from fulltilt.feed.sample_reader import BadSamples, Failure, ShapesDiffer, failure_of
+from fulltilt.recorder.loaders.batches import count_samples
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.distributed import Ranks, part_of
+from fulltilt.train.distributed import Piece, RankInfo, part_of
 from fulltilt.train.guards import explain_dead_worker
 from fulltilt.train.sampler import EpochPlan, RankBatches
 from fulltilt.train.stop import listen_in_worker
 
 
-def samples_in_batch(batch: Any) -> int:
-    """The number of samples: the length of the first tensor or list in the batch. Raises UsageError without one."""
-    found = _samples_in(batch)
+def samples_in_batch(batch: Any, batch_size: int | None = None) -> int:
+    """The number of samples, counted as in recorded runs; ``batch_size``: of a full batch. Raises UsageError."""
+    found = count_samples(batch, batch_size, batched=True)
     if found is None:
         raise UsageError(f"cannot tell how many samples a batch of type {type(batch).__name__} has")
     return found
 
 
-def _samples_in(node: Any) -> int | None:
-    if isinstance(node, torch.Tensor):
-        return int(node.shape[0]) if node.ndim else None
-    children = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
-    for child in children:
-        found = _samples_in(child)
-        if found is not None:
-            return found
-    if isinstance(node, list) and node:  # a list of texts or numbers has one entry a sample
-        return len(node)
-    return None
-
-
-def split_batch(batch: Any, most: int | None) -> Iterator[tuple[Any, int]]:
-    """The batch in parts of at most ``most`` samples, each with its number of samples."""
-    total = samples_in_batch(batch)
+def split_batch(batch: Any, total: int, most: int | None) -> Iterator[Piece]:
+    """The batch of ``total`` samples in parts of at most ``most``, each with its number of samples."""
     if most is None or total <= most:
         yield batch, total
         return
@@ -61,9 +48,10 @@ def split_batch(batch: Any, most: int | None) -> Iterator[tuple[Any, int]]:
     def cut(node: Any, first: int, end: int) -> Any:
         if isinstance(node, torch.Tensor):
             return node[first:end] if node.ndim and node.shape[0] == total else node
-        if not isinstance(node, list) or any(isinstance(one, torch.Tensor | Mapping | tuple | list) for one in node):
+        if not isinstance(node, list | tuple) or hasattr(node, "_fields") or len(node) != total:
             return None
-        return node[first:end] if len(node) == total else node
+        columns = any(count_samples(one, total, batched=True) == total for one in node)
+        return None if columns else node[first:end]
 
     for first in range(0, total, most):
         end = min(first + most, total)
@@ -129,14 +117,14 @@ Collate = Callable[[list[Any]], Any]
 CPU = torch.device("cpu")
 
 
-class Fetched(NamedTuple):
+class PartialBatch(NamedTuple):
     """A batch with holes: what is left of it (None when nothing is), and the samples that are not."""
 
     batch: Any
     failures: list[Failure]
 
 
-class CollateRest:
+class CollateReadable:
     """Collates what could be read. A batch without failures is what it always was."""
 
     def __init__(self, collate: Collate) -> None:
@@ -144,12 +132,12 @@ class CollateRest:
         self.__qualname__ = getattr(collate, "__qualname__", type(collate).__name__)  # what a report calls it
 
     def __call__(self, samples: list[Any]) -> Any:
-        """A batch, or a Fetched."""
+        """A batch, or a PartialBatch."""
         failures = [sample for sample in samples if isinstance(sample, Failure)]
         if not failures:
             return self.collate(samples)
         good = [sample for sample in samples if not isinstance(sample, Failure)]
-        return Fetched(self.collate(good) if good else None, failures)
+        return PartialBatch(self.collate(good) if good else None, failures)
 
 
 # --------------------------------------------------------------------------- sources
@@ -157,9 +145,12 @@ class CollateRest:
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """The batches of one step on this rank. ``samples`` counts all ranks; ``consumed`` is the position after it."""
+    """The batches of one step on this rank, each with its number of samples.
 
-    batches: list[Any]
+    ``samples`` counts all ranks; ``consumed`` is the position in the epoch after the step.
+    """
+
+    batches: list[Piece]
     samples: int
     consumed: int
     names: Callable[[], str]
@@ -191,8 +182,8 @@ class PlannedSource:
     def __init__(self, plan: EpochPlan) -> None:
         self.plan = plan
 
-    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Any]]:
-        """The order of the samples, and this rank's micro-batches; None for one of which nothing could be read."""
+    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Piece | None]]:
+        """The order of the samples, and this rank's micro-batches as pieces; None where no sample could be read."""
         raise NotImplementedError
 
     def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
@@ -203,7 +194,7 @@ class PlannedSource:
             first, end = plan.span(step)
             taken = [next(drawn) for _ in plan.shares(step)]
             names = partial(sample_names, order[first:end])
-            yield StepData([batch for batch in taken if batch is not None], end - first, end, names)
+            yield StepData([piece for piece in taken if piece is not None], end - first, end, names)
 
     def steps_per_epoch(self) -> int:
         """Steps of a whole epoch."""
@@ -239,12 +230,12 @@ class MapSource(PlannedSource):
         self.device, self.augment = device, augment
         self._sampler = RankBatches(plan)
         self._bad = BadSamples(len(samples), settings.on_bad_sample, settings.max_bad_share)
-        count = part_of(settings.workers, Ranks(plan.rank, plan.world))
+        count = part_of(settings.workers, RankInfo(plan.rank, plan.world_size))
         self._generator = torch.Generator()
         self._loader = torch.utils.data.DataLoader(
             SeededSamples(samples, plan.seed),
             batch_sampler=self._sampler,
-            collate_fn=CollateRest(collate or torch.utils.data.default_collate),
+            collate_fn=CollateReadable(collate or torch.utils.data.default_collate),
             num_workers=count,
             prefetch_factor=settings.prefetch if count else None,
             persistent_workers=count > 0,
@@ -253,12 +244,12 @@ class MapSource(PlannedSource):
             generator=self._generator,  # the loader's own draws must not move the run's random state
         )
 
-    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Any]]:
+    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Piece | None]]:
         self._sampler.begin(plan)
         self._generator.manual_seed(mix(plan.seed, plan.epoch))
         return self._sampler.order, self._batches(plan, self._sampler.order)
 
-    def _batches(self, plan: EpochPlan, order: torch.Tensor) -> Iterator[Any]:
+    def _batches(self, plan: EpochPlan, order: torch.Tensor) -> Iterator[Piece | None]:
         drawn = iter(self._loader)
         for low, high in plan.all_shares():
             try:
@@ -269,13 +260,13 @@ class MapSource(PlannedSource):
                     raise
                 raise explained from error
             ids = order[low:high]
-            if isinstance(batch, Fetched):
+            if isinstance(batch, PartialBatch):
                 for failure in self._bad.note(batch.failures):
                     log.warning("skipped %s: %s", failure.where(), failure.message)
                 batch, ids = batch.batch, self._bad.without_bad(ids)
             if self.augment is not None and batch is not None:
                 batch = self.augment(to_device(batch, self.device), plan.seed, plan.epoch, ids.to(self.device))
-            yield batch
+            yield None if batch is None else (batch, len(ids))
 
     def close(self) -> None:
         """See PlannedSource. Left to themselves the workers would notice up to five seconds later that we are gone."""
@@ -289,8 +280,9 @@ class MapSource(PlannedSource):
 class BatchSource:
     """Ready batches from any iterable. A resume goes to its position, or draws and drops what was used already."""
 
-    def __init__(self, iterable: Any, accumulation: int, world: int) -> None:
-        self.iterable, self.accumulation, self.world = iterable, accumulation, world
+    def __init__(self, iterable: Any, accumulation: int, world_size: int) -> None:
+        self.iterable, self.accumulation, self.world_size = iterable, accumulation, world_size
+        self.batch_size = getattr(iterable, "batch_size", None)
 
     def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
         """See PlannedSource. ``consumed`` counts batches of this rank."""
@@ -303,9 +295,10 @@ class BatchSource:
         for _ in range(0 if positioned else consumed):
             next(drawn, None)
         while True:
-            taken = list(itertools.islice(drawn, self.accumulation))
-            samples = sum(samples_in_batch(batch) for batch in taken)
-            if self.world > 1:  # a rank whose batches are used up takes part until those of all ranks are
+            batches = itertools.islice(drawn, self.accumulation)
+            taken = [(batch, samples_in_batch(batch, self.batch_size)) for batch in batches]
+            samples = sum(count for _, count in taken)
+            if self.world_size > 1:  # a rank whose batches are used up takes part until those of all ranks are
                 samples = sum(counts_of_all(samples))
             if not samples:
                 return
@@ -389,7 +382,7 @@ def make_source(
                 "ready batches do not say which samples are in them, which augmentation goes by",
                 "Give the data set itself as data, or the augmentation to feed.loader(..., augment=...).",
             )
-        return BatchSource(data, plan.accumulation, plan.world)
+        return BatchSource(data, plan.accumulation, plan.world_size)
     raise UsageError(f"data of type {type(data).__name__} is neither a data set nor an iterable of batches")
 
 
@@ -400,20 +393,20 @@ class FeedSource(PlannedSource):
         super().__init__(plan)
         self.loader = loader
 
-    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Any]]:
+    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Piece]]:
         batches = RankBatches(plan)
         self.loader.regroup(batches)
         self.loader.set_epoch(plan.epoch)
-        return batches.order, self._batches(len(batches))
+        return batches.order, self._batches(len(batches), batches.batch_size)
 
-    def _batches(self, count: int) -> Iterator[Any]:
+    def _batches(self, count: int, batch_size: int) -> Iterator[Piece]:
         drawn = iter(self.loader)
         try:
             for number in range(count):
                 batch = next(drawn)
                 if number == count - 1:
                     next(drawn, None)  # lets the feed end its epoch: nobody may ask for more after the last step
-                yield batch
+                yield batch, samples_in_batch(batch, batch_size)
         finally:
             drawn.close()  # type: ignore[attr-defined]
 
@@ -452,7 +445,7 @@ def _fed(
         asked=settings.residency,
         device=device,
         seed=order.seed,
-        workers=part_of(settings.workers, Ranks(plan.rank, plan.world)),
+        workers=part_of(settings.workers, RankInfo(plan.rank, plan.world_size)),
         bad=BadSamples(len(data), settings.on_bad_sample, settings.max_bad_share),
         on_worker_start=partial(start_worker, stack_log),
     )

@@ -32,25 +32,25 @@ _AFTER_THE_WATCHDOG_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankInfo:
     """Our place among the processes of the job."""
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     local_rank: int = 0
 
 
-def detect(environment: Mapping[str, str] | None = None) -> Ranks:
+def rank_from_env(environment: Mapping[str, str] | None = None) -> RankInfo:
     """Our place as torchrun states it; otherwise one process. Raises UsageError under srun without torchrun."""
     env = os.environ if environment is None else environment
     if "RANK" not in env or "WORLD_SIZE" not in env:
         if "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
             what = f"srun started {env['SLURM_STEP_NUM_TASKS']} processes that do not know of each other"
             raise UsageError(what, "Let srun start one torchrun on each machine: srun --ntasks-per-node=1 torchrun ...")
-        return Ranks()
+        return RankInfo()
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
     try:
-        return Ranks(*(int(env.get(name, default)) for name, default in defaults.items()))
+        return RankInfo(*(int(env.get(name, default)) for name, default in defaults.items()))
     except ValueError as error:
         raise UsageError(f"the launcher's {', '.join(defaults)} are not numbers") from error
 
@@ -67,25 +67,27 @@ def device_of(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def part_of(total: int, ranks: Ranks) -> int:
+def part_of(total: int, info: RankInfo) -> int:
     """Our part of a total (workers, samples of a batch): parts differ by at most one and add up to the total."""
-    return total * (ranks.rank + 1) // ranks.world - total * ranks.rank // ranks.world
+    return total * (info.rank + 1) // info.world_size - total * info.rank // info.world_size
 
 
-def divided(batch_size: int, workers: int, ranks: Ranks) -> str:
+def divided(batch_size: int, workers: int, info: RankInfo) -> str:
     """How the totals are shared out, in words. Raises UsageError when a rank would get nothing to do."""
-    if batch_size < ranks.world:
-        raise UsageError(f"batch_size {batch_size} cannot be divided among {ranks.world} ranks", "Raise batch_size.")
-    shares = (divmod(total, ranks.world) for total in (batch_size, workers))
+    if batch_size < info.world_size:
+        raise UsageError(
+            f"batch_size {batch_size} cannot be divided among {info.world_size} ranks", "Raise batch_size."
+        )
+    shares = (divmod(total, info.world_size) for total in (batch_size, workers))
     batches, helpers = (f"{each} or {each + 1}" if rest else str(each) for each, rest in shares)
-    return f"batch {batch_size} = {ranks.world} ranks × {batches}; workers {workers} = {helpers} a rank"
+    return f"batch {batch_size} = {info.world_size} ranks × {batches}; workers {workers} = {helpers} a rank"
 
 
 class Group:
     """The ranks of the job as one. With a single rank every call returns at once."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, timeout_s: float) -> None:
-        self.ranks = ranks
+    def __init__(self, info: RankInfo, device: torch.device, timeout_s: float) -> None:
+        self.info = info
         self.device = device
         # Our own watchdog should be first: it writes the stacks. NCCL's would abort without a word for the user.
         self.timeout = datetime.timedelta(seconds=timeout_s + _AFTER_THE_WATCHDOG_S)
@@ -97,24 +99,24 @@ class Group:
                 # With a device it connects at once, where a failure can still be told.
                 on = device if device.type == "cuda" else None
                 dist.init_process_group(
-                    backend, rank=ranks.rank, world_size=ranks.world, timeout=self.timeout, device_id=on
+                    backend, rank=info.rank, world_size=info.world_size, timeout=self.timeout, device_id=on
                 )
             except (RuntimeError, ValueError) as error:
                 remedy = "Start the job with torchrun; MASTER_ADDR and MASTER_PORT must be reachable from every rank."
                 raise MachineError(
-                    f"the {ranks.world} ranks cannot meet: {str(error).splitlines()[0]}", remedy
+                    f"the {info.world_size} ranks cannot meet: {str(error).splitlines()[0]}", remedy
                 ) from error
             self._began = True
 
     @property
     def alone(self) -> bool:
         """There is only this rank."""
-        return self.ranks.world == 1
+        return self.info.world_size == 1
 
     @property
     def first(self) -> bool:
         """This rank speaks and writes for all."""
-        return self.ranks.rank == 0
+        return self.info.rank == 0
 
     def agree(self, flags: Sequence[float]) -> list[float]:
         """The largest of each flag over all ranks. Host to host; the GPUs run on."""
@@ -129,7 +131,7 @@ class Group:
         """Every rank's plain value, by rank."""
         if self.alone:
             return [value]
-        values: list[Any] = [None] * self.ranks.world
+        values: list[Any] = [None] * self.info.world_size
         dist.all_gather_object(values, value)
         return values
 
@@ -262,7 +264,7 @@ class Replicated(SingleProcess):
 
     def __init__(self, whole: LossModule, group: Group) -> None:
         super().__init__(whole)
-        self.divisor = group.ranks.world
+        self.divisor = group.info.world_size
         self._group = group
         self._ddp: Any = None
         self._hooks: list[Any] = []
@@ -346,11 +348,11 @@ class Sharded(SingleProcess):
 
     def __init__(self, whole: LossModule, group: Group) -> None:
         super().__init__(whole)
-        self.divisor = group.ranks.world
+        self.divisor = group.info.world_size
         self._group = group
         from torch.distributed.fsdp import fully_shard  # takes its time to import
 
-        mesh = init_device_mesh(group.device.type, (group.ranks.world,))
+        mesh = init_device_mesh(group.device.type, (group.info.world_size,))
         for block in blocks(whole.model):
             fully_shard(block, mesh=mesh)
         self._root = fully_shard(whole, mesh=mesh)
@@ -424,13 +426,13 @@ def relaunch(gpus: int, device: str = "auto", command: Sequence[str] | None = No
     """
     if gpus < 1:
         raise UsageError(f"gpus should be at least 1, not {gpus}")
-    if gpus == 1 or detect().world > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+    if gpus == 1 or rank_from_env().world_size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         return None
     device_of(device, gpus - 1)  # refuses more ranks than there are GPUs
     return _run_ranks(list(command or [sys.executable, *sys.orig_argv[1:]]), gpus)
 
 
-def _run_ranks(command: list[str], world: int) -> int:
+def _run_ranks(command: list[str], world_size: int) -> int:
     """Start the ranks and wait for them. The code of the first one that fails is the code of the job.
 
     torchrun's own agent would take the signals for itself and answer every failure with code 1.
@@ -439,10 +441,10 @@ def _run_ranks(command: list[str], world: int) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {
-        "OMP_NUM_THREADS": str(max(int(cpu_capacity().usable) // world, 1)),  # left alone each would take all CPUs
+        "OMP_NUM_THREADS": str(max(int(cpu_capacity().usable) // world_size, 1)),  # left alone each would take all CPUs
         **os.environ,
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
@@ -457,7 +459,7 @@ def _run_ranks(command: list[str], world: int) -> int:
 
     with stop_signals_to(pass_on):
         try:
-            for number in range(world):
+            for number in range(world_size):
                 env = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
                 # In a session of its own: Ctrl-C in the terminal comes through us, once.
                 ranks.append(subprocess.Popen(command, env=env, start_new_session=True))

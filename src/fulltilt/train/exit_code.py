@@ -18,7 +18,7 @@ from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, S
 from fulltilt.records.secrets import mask_text
 from fulltilt.train import checkpoint_format
 from fulltilt.train.checkpoint import newest_complete
-from fulltilt.train.distributed import Ranks, detect, lost_contact
+from fulltilt.train.distributed import RankInfo, lost_contact, rank_from_env
 from fulltilt.train.guards import RankDoesNotFit
 from fulltilt.train.stop import INTERRUPTED, opened_log
 
@@ -28,7 +28,7 @@ _AFTER_YOU_S = 5.0
 
 def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = None) -> int:
     """Run ``body`` and return the exit code of the run in ``out``; errors are told in at most three lines."""
-    ranks = detect()
+    info = rank_from_env()
     try:
         body()
         return 0
@@ -37,7 +37,7 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         # What was refused before the run had a folder leaves none behind: the lines say all of it.
         if not isinstance(error, StoppedEarly) and out.is_dir():
             _log_traceback(out)
-        if _told_by_another(error, ranks):
+        if _told_by_another(error, info):
             return code
     except KeyboardInterrupt as error:
         # The first one while it trains is a request to stop, which saves; only the second comes here, with a word.
@@ -51,32 +51,32 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         refusal = refused_path(error) or checkpoint_format.refused_write(error, out)
         if refusal is not None:
             lines, code = [refusal.what, refusal.remedy or ""], refusal.exit_code
-        if ranks.world > 1 and lost_contact(error):
+        if info.world_size > 1 and lost_contact(error):
             lines = ["lost contact with another rank", f"Look for what that one said. Ours is in {log}."]
             code = MachineError.exit_code
             time.sleep(_AFTER_YOU_S)
     told = [line.replace(":\n", ": ").replace("\n", "; ") for line in lines if line]
-    if ranks.rank:
-        told[0] = f"rank {ranks.rank}: {told[0]}"
+    if info.rank:
+        told[0] = f"rank {info.rank}: {told[0]}"
     with contextlib.suppress(OSError, FulltiltError):  # what keeps us out of the folder has been told
         if (found := newest_complete(out / "checkpoints").checkpoint) is not None:
             # After a refusal the same command would be refused again.
             again = "" if code == UsageError.exit_code else "; the same command resumes there"
             told.append(f"Newest checkpoint: {found.folder}{again}.")
     print(f"fulltilt: {told[0]}", *(f"  {line}" for line in told[1:]), sep="\n", file=stream or sys.stderr, flush=True)
-    if ranks.world > 1 and dist.is_initialized():
+    if info.world_size > 1 and dist.is_initialized():
         # NCCL was left as it is (see Group.close), and the interpreter's own end would wait for it.
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
-def _told_by_another(error: FulltiltError, ranks: Ranks) -> bool:
+def _told_by_another(error: FulltiltError, info: RankInfo) -> bool:
     """What all ranks meet is told by the first; a wrong setting once on each machine, since these may differ."""
     if isinstance(error, UsageError):
-        return ranks.local_rank > 0
+        return info.local_rank > 0
     shared = isinstance(error, StoppedEarly | Diverged | DoesNotFit) and not isinstance(error, RankDoesNotFit)
-    return shared and ranks.rank > 0
+    return shared and info.rank > 0
 
 
 def _log_traceback(out: Path, *, elsewhere: bool = False) -> Path | None:

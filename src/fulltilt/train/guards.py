@@ -34,14 +34,14 @@ class StepFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GuardAction:
     """What follows from a step: go on, go back to the last checkpoint, or stop. ``why`` is for people."""
 
     action: Literal["go", "rollback", "stop"]
     why: str | None = None
 
 
-class Stateful:
+class SavedAttributes:
     """Something whose ``kept`` attributes are a part of the checkpoint."""
 
     kept: ClassVar[tuple[str, ...]] = ()
@@ -56,7 +56,7 @@ class Stateful:
             setattr(self, name, state[name])
 
 
-class Guard(Stateful):
+class Guard(SavedAttributes):
     """Counts bad steps and knows the recent losses."""
 
     kept = ("skipped", "in_a_row", "rollbacks", "recent")
@@ -66,35 +66,35 @@ class Guard(Stateful):
         self.skipped = self.in_a_row = self.rollbacks = 0
         self.recent: list[float] = []
 
-    def judge(self, figures: StepFigures) -> Verdict:
+    def judge(self, figures: StepFigures) -> GuardAction:
         """The verdict on one step, in the order of the steps."""
         scale = figures.loss_scale
         if scale is not None and scale < self.limits.loss_scale_floor:
-            return Verdict("stop", f"the loss scale fell to {scale:g} at step {figures.step}")
+            return GuardAction("stop", f"the loss scale fell to {scale:g} at step {figures.step}")
         if figures.bad:
             self.skipped += 1
             if scale is not None and math.isfinite(figures.loss):
                 # fp16 looks for its scale by overflowing now and then; only the scale's floor ends that.
-                return Verdict("go")
+                return GuardAction("go")
             self.in_a_row += 1
             what = f"loss {figures.loss:g}, gradient norm {figures.grad_norm:g}"
             why = f"step {figures.step} was skipped: {what}"
             if self.in_a_row < self.limits.bad_steps_in_a_row:
-                return Verdict("go", why)
+                return GuardAction("go", why)
             return self._give_up(f"{why}; {self.in_a_row} such steps in a row")
         self.in_a_row = 0
         if self._is_spike(figures.loss):
             why = f"step {figures.step}: the loss jumped to {figures.loss:g}, far above the usual {self._usual():g}"
-            return self._give_up(why) if self.limits.on_spike == "rollback" else Verdict("go", why)
+            return self._give_up(why) if self.limits.on_spike == "rollback" else GuardAction("go", why)
         self.recent = [*self.recent[1 - WINDOW :], figures.loss]
-        return Verdict("go")
+        return GuardAction("go")
 
-    def _give_up(self, why: str) -> Verdict:
+    def _give_up(self, why: str) -> GuardAction:
         self.in_a_row = 0
         if self.rollbacks >= self.limits.rollbacks:
-            return Verdict("stop", why)
+            return GuardAction("stop", why)
         self.rollbacks += 1
-        return Verdict("rollback", why)
+        return GuardAction("rollback", why)
 
     def _usual(self) -> float:
         return statistics.median(self.recent)
@@ -126,7 +126,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-class MicroBatch(Stateful):
+class MicroBatch(SavedAttributes):
     """The most samples that go through the model at once on a rank; None until memory has run out."""
 
     kept = ("most",)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -21,11 +21,11 @@ from fulltilt.train.build import build, enter_stage, learning_rate_of, resume
 from fulltilt.train.checkpoint import HostMemory, Snapshot, newest_complete
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import StepData, split_batch, to_device
-from fulltilt.train.distributed import Group
+from fulltilt.train.distributed import Group, Piece
 from fulltilt.train.guards import RankDoesNotFit, StepFigures, explain_dead_worker, is_out_of_memory
 from fulltilt.train.job import Job, plain_metrics, value_and_means
 from fulltilt.train.metrics import AsyncMetrics, EpochTotals
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.record import TrainingRecord, profiled_steps
 from fulltilt.train.stop import StopRequest, Watchdog
 from fulltilt.train.train_state import Hook, Outcome, StepEnd, TrainState
@@ -38,7 +38,7 @@ def train(
     *,
     resume_from: Path | str | None = None,
     fresh: bool = False,
-    screen: Screen | None = None,
+    screen: TrainingScreen | None = None,
     on_step: Hook | None = None,
 ) -> Outcome:
     """Train ``job`` into ``out``, going on from its newest checkpoint unless ``fresh``.
@@ -52,7 +52,7 @@ def train(
     stop = StopRequest(settings.max_time_s)
     with stop.listening(), contextlib.ExitStack() as cleanup:
         state = build(job, settings, out, cleanup, screen)
-        watchdog = Watchdog(settings.hang_timeout_s, out / f"stacks.rank-{state.group.ranks.rank}.log")
+        watchdog = Watchdog(settings.hang_timeout_s, out / f"stacks.rank-{state.group.info.rank}.log")
         cleanup.callback(state.writer.finish)
         cleanup.enter_context(state.screen)
         cleanup.enter_context(watchdog)
@@ -321,8 +321,8 @@ def evaluate(
                 beat(f"evaluating batch {number}")
                 if any(state.group.agree([stopping()])):
                     return None
-                for batch in step.batches or ([None] if state.stepper.placement.lockstep else []):
-                    kept += _add(state, batch, totals)
+                for piece in step.batches or ((None,) if state.stepper.placement.lockstep else ()):
+                    kept += _add(state, piece, totals)
     finally:
         state.model.train(was_training)
     means = totals.means()
@@ -357,7 +357,7 @@ def _joined(kept: list[Mapping[str, torch.Tensor]], group: Group) -> dict[str, t
     return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
 
-def _add(state: TrainState, batch: Any, totals: EpochTotals) -> list[Mapping[str, torch.Tensor]]:
+def _add(state: TrainState, batch: Piece | None, totals: EpochTotals) -> list[Mapping[str, torch.Tensor]]:
     """Add a batch's means to ``totals`` and return what is to be kept of its samples. None is no batch."""
     placement, loss = state.stepper.placement, state.job.eval_loss or state.job.loss
     while True:
@@ -365,7 +365,7 @@ def _add(state: TrainState, batch: Any, totals: EpochTotals) -> list[Mapping[str
         kept: list[Mapping[str, torch.Tensor]] = []
         running, failed_at = 0, 0
         try:
-            own = [] if batch is None else list(split_batch(batch, state.eval_micro.most))
+            own = [] if batch is None else list(split_batch(*batch, state.eval_micro.most))
             for piece, running in placement.pieces(own):
                 on_device = to_device(piece, state.device, state.stepper.memory_format)
                 with state.stepper.precision.context():

@@ -103,9 +103,9 @@ class EpochTotals:
 
         Raises ValueError for what ``state_dict`` has not made.
         """
-        ranks = self.group.ranks
+        info = self.group.info
         self._sums = {}
-        for names, rows in itertools.chain(*state["ranks"][ranks.rank :: ranks.world]):
+        for names, rows in itertools.chain(*state["ranks"][info.rank :: info.world_size]):
             key, taken = tuple(names), rows.to(self.group.device).reshape(2, len(names))
             self._sums[key] = self._sums[key] + taken if key in self._sums else taken
         self._read = {name: (float(total), float(weight)) for name, total, weight in state.get("read", [])}

@@ -143,7 +143,7 @@ DRAW_EVERY_S = 0.2
 RATE_OVER_S = 10.0
 
 
-class Screen:
+class TrainingScreen:
     """The only place of the engine that prints. Ranks but the first stay silent."""
 
     def __init__(self, out: Path, *, speaks: bool = True, stream: TextIO | None = None, sampled: bool = True) -> None:
@@ -171,7 +171,7 @@ class Screen:
         self._trained_s: float | None = None
         self._recent: deque[tuple[float, int, int]] = deque()  # time, steps and samples of the epoch by then
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> TrainingScreen:
         if self.speaks:
             logging.getLogger("fulltilt").addHandler(self._relay)
         return self
@@ -313,7 +313,7 @@ class Screen:
 class _Relay(logging.Handler):
     """What the floors below have to say (a sample skipped, a tier given up) goes to the screen, not into its bar."""
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, screen: TrainingScreen) -> None:
         super().__init__(logging.WARNING)
         self._screen = screen
 

@@ -48,7 +48,7 @@ class RandomStates:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From the checkpoint. A rank that was not there before keeps the state it was seeded with."""
-        rank = self.group.ranks.rank
+        rank = self.group.info.rank
         if rank < len(state["ranks"]):
             restore_rng(state["ranks"][rank], self.group.device)
 

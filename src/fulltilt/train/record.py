@@ -37,7 +37,7 @@ from fulltilt.report.answer import explain
 from fulltilt.report.terminal import verdict_lines
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import BatchSource
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.train_state import TrainState
 
 NAMED = ("batch_size", "accumulation", "workers", "prefetch", "residency", "precision", "compile", "channels_last")
@@ -46,7 +46,7 @@ NAMED = ("batch_size", "accumulation", "workers", "prefetch", "residency", "prec
 class IdleGpu:
     """Listens to the samples of a training on a GPU that is recorded into ``folder``."""
 
-    def __init__(self, settings: TrainSettings, screen: Screen, folder: Path) -> None:
+    def __init__(self, settings: TrainSettings, screen: TrainingScreen, folder: Path) -> None:
         self._settings, self._screen = settings, screen
         self._following = SpanFollower(folder)
         self._samples: deque[Sample] = deque(maxlen=int(WARN_AFTER_S))
@@ -91,7 +91,7 @@ def profiled_steps(state: TrainState, marks: LoopMarks) -> Iterator[Callable[[],
 
     def write(profile: Any) -> None:
         marks.mark_profiling(False)
-        path = state.out / "profile" / f"step-{state.progress.step:08d}.rank-{state.group.ranks.rank}.json.gz"
+        path = state.out / "profile" / f"step-{state.progress.step:08d}.rank-{state.group.info.rank}.json.gz"
         try:
             folder = store.OwnedFolder.around(path.parent)
             if folder is None:  # a rank on a machine that does not share OUT

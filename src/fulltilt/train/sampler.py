@@ -16,7 +16,7 @@ from fulltilt.feed.random_numbers import mix
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """The steps of one epoch from position ``start`` of its permutation on, as rank ``rank`` of ``world`` sees them."""
+    """The steps of one epoch from position ``start`` of its permutation on, for one rank."""
 
     samples: int
     batch_size: int
@@ -25,7 +25,7 @@ class EpochPlan:
     seed: int = 0
     epoch: int = 0
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     shuffle: bool = True
     drop_last: bool = False
 
@@ -51,7 +51,7 @@ class EpochPlan:
         shares = []
         for begin in range(first, end, self.batch_size):
             size = min(self.batch_size, end - begin)
-            low, high = (begin + size * r // self.world for r in (self.rank, self.rank + 1))
+            low, high = (begin + size * r // self.world_size for r in (self.rank, self.rank + 1))
             if high > low:
                 shares.append((low, high))
         return shares
@@ -81,7 +81,7 @@ class RankBatches:
     def begin(self, plan: EpochPlan) -> None:
         """Go on with another plan from the next ``iter`` on."""
         self.plan, self.seed, self.order = plan, plan.seed, plan.order()
-        self.batch_size = -(-plan.batch_size // plan.world)  # samples of a full micro-batch on a rank
+        self.batch_size = -(-plan.batch_size // plan.world_size)  # samples of a full micro-batch on a rank
 
     def batches(self, epoch: int) -> list[torch.Tensor]:
         """The sample numbers of each micro-batch; the plan is of this ``epoch`` alone."""

@@ -20,7 +20,7 @@ from fulltilt.train import optimizers
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.cuda_graphs import GraphedModel
 from fulltilt.train.data_source import split_batch, to_device
-from fulltilt.train.distributed import Group, SingleProcess, local_shard
+from fulltilt.train.distributed import Group, Piece, SingleProcess, local_shard
 from fulltilt.train.guards import MicroBatch, RankDoesNotFit, is_out_of_memory
 from fulltilt.train.job import Job, value_and_means, with_gradient
 from fulltilt.train.metrics import EpochTotals
@@ -118,7 +118,7 @@ class Stepper:
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.placement.use(self._parameters)
 
-    def step(self, taken: list[Any], samples: int, number: int, totals: EpochTotals) -> torch.Tensor:
+    def step(self, taken: list[Piece], samples: int, number: int, totals: EpochTotals) -> torch.Tensor:
         """Train on ``taken``, this rank's part of ``samples`` samples. Returns loss, gradient norm, bad, loss scale."""
         while True:
             loss, means, failed_at = self._attempt(taken, samples)
@@ -150,7 +150,7 @@ class Stepper:
         self.say(f"{where}: memory ran out; going on without CUDA graphs")
         return True
 
-    def _attempt(self, taken: list[Any], samples: int) -> tuple[torch.Tensor, list[tuple[dict[str, Any], int]], int]:
+    def _attempt(self, taken: list[Piece], samples: int) -> tuple[torch.Tensor, list[tuple[dict[str, Any], int]], int]:
         """Forward and backward over all micro-batches; the last value is 0 or the size that ran out of memory."""
         device = self.precision.device
         # Each operation on a single number costs the host as much as one on a whole batch: there are to be few.
@@ -160,7 +160,7 @@ class Stepper:
         failed_at = 0
         try:
             self.placement.zero_gradients()
-            pieces = [piece for batch in taken for piece in split_batch(batch, self.micro.most)]
+            pieces = [piece for batch, total in taken for piece in split_batch(batch, total, self.micro.most)]
             largest = max((count for _, count in pieces), default=0)
             if self.joint:
                 pieces = [([piece for piece, _ in pieces], sum(count for _, count in pieces))]

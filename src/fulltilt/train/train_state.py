@@ -17,10 +17,10 @@ from fulltilt.train.checkpoint import Checkpoint, DamagedCheckpoint, HostMemory,
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import Source
 from fulltilt.train.distributed import bit_hash, local_shard, sharded_like
-from fulltilt.train.guards import Guard, MicroBatch, Stateful
+from fulltilt.train.guards import Guard, MicroBatch, SavedAttributes
 from fulltilt.train.job import Job, Stage, samples_in
 from fulltilt.train.metrics import EpochTotals
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.random_states import RandomStates
 from fulltilt.train.step import Stepper
 from fulltilt.train.weight_import import compare
@@ -29,7 +29,7 @@ from fulltilt.train.weight_import import compare
 WEIGHT_PARTS = ("optimizer", "ema", "loss_scale")
 
 
-class Part(Protocol):
+class Stateful(Protocol):
     """Something with a state that the checkpoint keeps."""
 
     def state_dict(self) -> Any: ...  # noqa: D102
@@ -37,7 +37,7 @@ class Part(Protocol):
 
 
 @dataclass
-class Progress(Stateful):
+class Progress(SavedAttributes):
     """Where the run is. ``consumed`` is the position in the epoch of what was trained on, not of what was fetched."""
 
     kept = ("step", "epoch", "consumed")
@@ -52,7 +52,7 @@ class Progress(Stateful):
         super().load_state_dict(state)
 
 
-class MetricHistory(Stateful):
+class MetricHistory(SavedAttributes):
     """The watched metric after each evaluation, by epoch, and the best of them."""
 
     kept = ("values",)
@@ -169,7 +169,7 @@ def _fits(saved: Any, own: Any) -> bool:
     return True
 
 
-def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part], loaded: Any) -> None:
+def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Stateful], loaded: Any) -> None:
     """Put every part back as the checkpoint has it; ``loaded`` is what ``checkpoint.load`` gave.
 
     Raises DamagedCheckpoint when it lacks a part, UsageError listing the keys when it is of another model.
@@ -190,7 +190,7 @@ def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Part], loaded
         take_over(folder, name, part, state)
 
 
-def take_over(folder: Path, name: str, part: Part, state: Any) -> None:
+def take_over(folder: Path, name: str, part: Stateful, state: Any) -> None:
     """Put one part back as the checkpoint's ``state`` has it. Raises DamagedCheckpoint."""
     try:
         if name != "settings" and not _fits(state[name], part.state_dict()):
@@ -238,7 +238,7 @@ class TrainState:
         source: Source,
         eval_source: Source | None,
         writer: Writer,
-        screen: Screen,
+        screen: TrainingScreen,
     ) -> None:
         self.job, self.settings, self.out, self.screen = job, settings, out, screen
         self.stepper, self.source, self.eval_source, self.writer = stepper, source, eval_source, writer
@@ -262,9 +262,9 @@ class TrainState:
             return []
         return [str(name) for name in self.group.gather(torch.cuda.get_device_name(self.device))]
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, Stateful]:
         """What a checkpoint holds besides the model."""
-        parts: dict[str, Part] = {
+        parts: dict[str, Stateful] = {
             "progress": self.progress,
             "settings": self.kept_settings,  # before the optimizer, which goes by what has changed
             "optimizer": OptimizerState(self.stepper.optimizer, self.kept_settings, self.screen.warn),
@@ -282,7 +282,7 @@ class TrainState:
 
     def load(self, folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
         """See ``checkpoint.load``: of a sharded checkpoint this rank reads its own part, if the model is sharded."""
-        return checkpoint.load(folder, self.model.state_dict(), self.group.ranks)
+        return checkpoint.load(folder, self.model.state_dict(), self.group.info)
 
     def unfreeze(self) -> None:
         """Leave the model as frozen as it came: it may be trained further by another call."""

@@ -11,7 +11,7 @@ import pytest
 from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.recipes import options
 from fulltilt.recipes.synthetic import text as made
-from fulltilt.recipes.visobert import RECIPE, Options, translate
+from fulltilt.recipes.visobert import RECIPE, VisobertOptions, translate
 from fulltilt.recipes.visobert.data import read_texts
 
 ROWS = [("hay lắm", "good"), ("chán\nquá", "bad"), ('"ok", bạn', "good"), ("tệ", "bad")]
@@ -40,7 +40,7 @@ def write(folder: Path, name: str, rows: list[tuple[object, object]] = ROWS) -> 
 def test_every_format_gives_the_same_texts(tmp_path: Path, suffix: str) -> None:
     write(tmp_path, f"train.{suffix}")
     write(tmp_path, f"dev.{suffix}", ROWS[:2])
-    found = read_texts(tmp_path, Options(), 0)
+    found = read_texts(tmp_path, VisobertOptions(), 0)
     assert found.classes == ("bad", "good")
     assert found.train.texts == [text for text, _ in ROWS]
     assert found.train.labels == [1, 0, 1, 0]
@@ -50,49 +50,49 @@ def test_every_format_gives_the_same_texts(tmp_path: Path, suffix: str) -> None:
 def test_table_of_another_delimiter_is_read_too(tmp_path: Path) -> None:
     write(tmp_path, "train.jsonl")
     (tmp_path / "dev.csv").write_text("label;text\ngood;a, b\nbad;c\n")
-    found = read_texts(tmp_path, Options(), 0)
+    found = read_texts(tmp_path, VisobertOptions(), 0)
     assert found.train.texts == [text for text, _ in ROWS]
     assert found.validation.texts == ["a, b", "c"]
     for wrong in ("a", "a,b,a", "a,b,"):
-        assert Options(classes=wrong).problems(), wrong
+        assert VisobertOptions(classes=wrong).problems(), wrong
 
 
 def test_without_a_validation_file_the_same_share_is_held_out_each_time(tmp_path: Path) -> None:
     write(tmp_path, "train.csv", [(f"t{n}", n % 2) for n in range(20)])
-    first, again = (read_texts(tmp_path, Options(val_share=0.2), 3) for _ in range(2))
+    first, again = (read_texts(tmp_path, VisobertOptions(val_share=0.2), 3) for _ in range(2))
     assert first == again
     assert len(first.validation.texts) == 4
     assert {*first.train.texts, *first.validation.texts} == {f"t{n}" for n in range(20)}
-    alone = read_texts(tmp_path / "train.csv", Options(val_share=0.2), 3)
+    alone = read_texts(tmp_path / "train.csv", VisobertOptions(val_share=0.2), 3)
     assert alone == first
 
 
 def test_the_only_text_of_a_class_is_not_held_out(tmp_path: Path) -> None:
     """Seen to fail: its label was then said to be outside the classes."""
     write(tmp_path, "Train.CSV", [(f"t{n}", n % 10) for n in range(11)])
-    found = read_texts(tmp_path, Options(val_share=0.5), 0)
+    found = read_texts(tmp_path, VisobertOptions(val_share=0.5), 0)
     assert len(found.classes) == 10
     assert (len(found.train.texts), found.validation.labels) == (10, [0])
     write(tmp_path, "Train.CSV", [(f"t{n}", n) for n in range(10)])
     with pytest.raises(DataError, match="every label stands for one text alone"):
-        read_texts(tmp_path, Options(), 0)
+        read_texts(tmp_path, VisobertOptions(), 0)
 
 
 def test_classes_are_sorted_as_numbers_or_taken_as_given_and_weighed(tmp_path: Path) -> None:
     write(tmp_path, "train.jsonl", [("a", 10), ("b", 2), ("c", 2), ("d", 2)])
     write(tmp_path, "val.jsonl", [("a", 10)])
-    found = read_texts(tmp_path, Options(), 0)
+    found = read_texts(tmp_path, VisobertOptions(), 0)
     assert found.classes == ("2", "10")
     assert found.balanced_weights() == [pytest.approx(2 / 3), 2.0]
-    assert read_texts(tmp_path, Options(classes="10, 2, 3"), 0).classes == ("10", "2", "3")
-    assert read_texts(tmp_path, Options(classes="10, 2, 3"), 0).balanced_weights()[2] == 0.0
+    assert read_texts(tmp_path, VisobertOptions(classes="10, 2, 3"), 0).classes == ("10", "2", "3")
+    assert read_texts(tmp_path, VisobertOptions(classes="10, 2, 3"), 0).balanced_weights()[2] == 0.0
 
 
 def test_labels_that_only_look_like_numbers_are_names(tmp_path: Path) -> None:
     """Seen to fail: int() refuses what str.isdigit() calls digits, and what has two signs."""
     write(tmp_path, "train.jsonl", [("a", "²"), ("b", "--5"), ("c", "-1"), ("d", "3")])
     write(tmp_path, "val.jsonl", [("a", "3")])
-    assert read_texts(tmp_path, Options(), 0).classes == ("-1", "3", "--5", "²")
+    assert read_texts(tmp_path, VisobertOptions(), 0).classes == ("-1", "3", "--5", "²")
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_labels_that_only_look_like_numbers_are_names(tmp_path: Path) -> None:
 def test_what_is_missing_is_no_class_and_no_text(tmp_path: Path, suffix: str, row: Any, told: str) -> None:
     write(tmp_path, f"train.{suffix}", [("a", 1.0), ("b", 2.0), row])
     with pytest.raises(DataError, match=rf"line [34]: {told}"):
-        read_texts(tmp_path, Options(), 0)
+        read_texts(tmp_path, VisobertOptions(), 0)
 
 
 def test_mistakes_are_told_with_file_and_line(tmp_path: Path) -> None:
     def told(kind: type[FulltiltError], path: Path = tmp_path, **given: object) -> str:
         with pytest.raises(kind) as caught:
-            read_texts(path, Options(**given), 0)  # type: ignore[arg-type]
+            read_texts(path, VisobertOptions(**given), 0)  # type: ignore[arg-type]
         assert len(str(caught.value).splitlines()) <= 3
         return str(caught.value)
 
@@ -228,7 +228,7 @@ def test_made_texts_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
         assert len(list(made.make(folder, 300, seed))) == 300
     one, two, other = ((folder / "train.csv").read_text(encoding="utf-8") for folder in folders)
     assert one == two != other
-    found = read_texts(folders[0], Options(), 0)
+    found = read_texts(folders[0], VisobertOptions(), 0)
     assert (len(found.train.texts), len(found.validation.texts)) == (240, 60)
     assert found.classes == made.LABELS
     assert not {*found.train.texts} & {*found.validation.texts}
@@ -241,7 +241,7 @@ def test_two_files_of_one_split_are_not_chosen_from(tmp_path: Path) -> None:
     write(tmp_path, "train.csv")
     write(tmp_path, "train.jsonl")
     with pytest.raises(DataError, match=r"holds train\.csv and train\.jsonl"):
-        read_texts(tmp_path, Options(), 0)
+        read_texts(tmp_path, VisobertOptions(), 0)
 
 
 def test_a_validation_file_without_a_text_is_told(tmp_path: Path) -> None:
@@ -249,5 +249,5 @@ def test_a_validation_file_without_a_text_is_told(tmp_path: Path) -> None:
     write(tmp_path, "train.csv")
     empty = write(tmp_path, "validation.csv", [])
     with pytest.raises(DataError, match="has no text") as raised:
-        read_texts(tmp_path, Options(), 0)
+        read_texts(tmp_path, VisobertOptions(), 0)
     assert str(empty) in raised.value.what

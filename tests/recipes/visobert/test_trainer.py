@@ -18,7 +18,7 @@ from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.rules import gpu
 from fulltilt.feed.text import TextLoader
 from fulltilt.recipes.synthetic import make_folder
-from fulltilt.recipes.visobert import Options
+from fulltilt.recipes.visobert import VisobertOptions
 from fulltilt.recipes.visobert import data as texts_data
 from fulltilt.recipes.visobert.trainer import ClassLoss, classification
 from fulltilt.train import checkpoint
@@ -148,7 +148,7 @@ def test_model_folder_for_other_classes(whole: Path, tmp_path: Path, capsys: Any
     (tmp_path / "train.jsonl").write_text(rows)
     given = ("--model", whole / "model", "--residency", "none", "--epochs", "1", "--batch-size", "96")
     assert train("--data", tmp_path, "--out", tmp_path / "out", *given) == 0
-    held_out = len(texts_data.read_texts(tmp_path, Options(), 0).validation.texts)
+    held_out = len(texts_data.read_texts(tmp_path, VisobertOptions(), 0).validation.texts)
     assert f"Batch size: {24 - held_out} (expected: 96)" in capsys.readouterr().out, "there are no more texts"
     config = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
     assert config["label2id"] == {"0": 0, "1": 1}

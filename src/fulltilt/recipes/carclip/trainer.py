@@ -31,7 +31,7 @@ from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
 from fulltilt.train.config import TrainSettings, did_you_mean
 from fulltilt.train.data_source import counts_of_all, rows_of_all
-from fulltilt.train.distributed import detect, device_of
+from fulltilt.train.distributed import device_of, rank_from_env
 from fulltilt.train.guards import is_out_of_memory
 from fulltilt.train.job import Job, Stage
 
@@ -73,7 +73,7 @@ def run(request: Request) -> Mapping[str, float]:
         refuse_foreign(request.out / "model")  # better now than after the training
     job = build(request)
     metrics = request.train(job)
-    if request.options.export and detect().rank == 0:
+    if request.options.export and rank_from_env().rank == 0:
         folder = request.out / "model"
         with written_by_library(folder) as private:
             job.model.save(private)  # type: ignore[operator]
@@ -90,7 +90,7 @@ def build(request: Request) -> Job:
     torch.manual_seed(request.settings.seed)  # random weights are the run's own
     model = load_model(request, captions)
     length = fixed_length(model.tokenizer, captions, model.clip.config.text_config.max_position_embeddings)
-    if detect().rank == 0:
+    if rank_from_env().rank == 0:
         _tell(pictures, model, request.settings)
 
     def samples(split: str) -> CarPictures:
@@ -106,7 +106,7 @@ def build(request: Request) -> Job:
         eval_data=samples("val"),
         eval_augment=CarViews(model.image_size, augment=False),
         eval_loss=embed_for_metrics,
-        eval_metrics=partial(whole_set, device_of(request.settings.device, detect().local_rank)),
+        eval_metrics=partial(whole_set, device_of(request.settings.device, rank_from_env().local_rank)),
         stages=(Stage("training", request.settings.epochs, frozen=_frozen(options)),),
         name="carclip",
     )

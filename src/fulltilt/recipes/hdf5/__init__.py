@@ -8,11 +8,11 @@ from typing import Literal
 from fulltilt.recipes.recipe import Recipe, imported
 from fulltilt.train.config import option
 
-__all__ = ["RECIPE", "Config", "Options"]
+__all__ = ["RECIPE", "Config", "Hdf5Options"]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Hdf5Options:
     """What only this recipe has. Keys are names of arrays in the files."""
 
     features: str = option("features", "Keys of the features, separated by commas; joined along their last axis.")
@@ -41,7 +41,7 @@ class Options:
 RECIPE = Recipe(
     name="hdf5",
     about="Tell windows of features in HDF5 files apart: event or not.",
-    options=Options,
+    options=Hdf5Options,
     check=imported("fulltilt.recipes.hdf5.trainer:check"),
     run=imported("fulltilt.recipes.hdf5.trainer:run"),
     synthetic="hdf5",

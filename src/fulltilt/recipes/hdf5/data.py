@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fulltilt.errors import DataError
-from fulltilt.feed.hdf5_files import Source, describe, require_h5py
+from fulltilt.feed.hdf5_files import Hdf5Table, describe, require_h5py
 
 if TYPE_CHECKING:
-    from fulltilt.recipes.hdf5 import Options
+    from fulltilt.recipes.hdf5 import Hdf5Options
 
 _SUFFIXES = {".h5", ".hdf5", ".hdf", ".he5"}
 _HELD_OUT = re.compile(r"(val|valid|validation|test)([-_. \d].*)?", re.IGNORECASE)
@@ -20,7 +20,7 @@ _PIECE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FileShare:
     """Files, and the share of each file's rows that is used."""
 
     files: tuple[Path, ...]
@@ -28,11 +28,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Hdf5Data:
     """What a folder holds: both parts, the width of a window's row, and how the training labels divide."""
 
-    train: Part
-    validation: Part
+    train: FileShare
+    validation: FileShare
     feature_count: int
     positives: int
     negatives: int
@@ -43,12 +43,12 @@ class Found:
         return self.negatives / self.positives
 
 
-def keys_of(options: Options) -> list[str]:
+def keys_of(options: Hdf5Options) -> list[str]:
     """All keys of a sample, the label's last."""
     return [*(key.strip() for key in options.features.split(",")), options.labels]
 
 
-def look(folder: Path, options: Options) -> Found:
+def look(folder: Path, options: Hdf5Options) -> Hdf5Data:
     """Find the files, check keys, shapes and every label. Raises UsageError and DataError that name file and row."""
     train, validation = split(hdf5_files(folder), folder, options.val_share)
     keys = keys_of(options)
@@ -60,7 +60,7 @@ def look(folder: Path, options: Options) -> Found:
     if not negatives or not positives:
         missing = "1" if negatives else "0"
         raise DataError(f"no training label in {folder} is {missing}", f"Look at {options.labels!r} in the files.")
-    return Found(train, validation, features, positives, negatives)
+    return Hdf5Data(train, validation, features, positives, negatives)
 
 
 def hdf5_files(folder: Path) -> list[Path]:
@@ -78,7 +78,7 @@ def hdf5_files(folder: Path) -> list[Path]:
     return files
 
 
-def split(files: list[Path], folder: Path, val_share: float) -> tuple[Part, Part]:
+def split(files: list[Path], folder: Path, val_share: float) -> tuple[FileShare, FileShare]:
     """Training and validation: files or folders called val… or test… are held out, else the last rows of each file.
 
     The last rows and not random ones: neighbouring windows are nearly the same, and would tell on each other.
@@ -86,9 +86,9 @@ def split(files: list[Path], folder: Path, val_share: float) -> tuple[Part, Part
     held = [path for path in files if any(_HELD_OUT.fullmatch(name) for name in _names(path, folder))]
     rest = [path for path in files if path not in held]
     if held and rest:
-        return Part(tuple(rest)), Part(tuple(held))
+        return FileShare(tuple(rest)), FileShare(tuple(held))
     cut = 1 - val_share
-    return Part(tuple(files), (0.0, cut)), Part(tuple(files), (cut, 1.0))
+    return FileShare(tuple(files), (0.0, cut)), FileShare(tuple(files), (cut, 1.0))
 
 
 def _names(path: Path, folder: Path) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def _names(path: Path, folder: Path) -> tuple[str, ...]:
     return (*inside.parts[:-1], inside.stem)
 
 
-def _feature_count(source: Source, keys: list[str], options: Options) -> int:
+def _feature_count(source: Hdf5Table, keys: list[str], options: Hdf5Options) -> int:
     """Features of one time step over all keys. Raises DataError for arrays that are no windows."""
     file = source.files[0]
     label = source.columns[-1]
@@ -117,7 +117,7 @@ def _feature_count(source: Source, keys: list[str], options: Options) -> int:
     return sum(column.shape[-1] for column in source.columns[:-1])
 
 
-def _refuse_other_windows(train: Source, validation: Source) -> None:
+def _refuse_other_windows(train: Hdf5Table, validation: Hdf5Table) -> None:
     for column, other in zip(train.columns[:-1], validation.columns[:-1], strict=True):
         if column.shape != other.shape:
             held, own = (f"[{', '.join(map(str, found.shape))}]" for found in (other, column))
@@ -127,7 +127,7 @@ def _refuse_other_windows(train: Source, validation: Source) -> None:
             )
 
 
-def _count_labels(part: Part, key: str) -> tuple[int, int]:
+def _count_labels(part: FileShare, key: str) -> tuple[int, int]:
     """How many labels are 0 and 1. Raises DataError that names the first that is neither."""
     h5py = require_h5py()
     zeros = ones = 0

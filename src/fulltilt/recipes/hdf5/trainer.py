@@ -16,13 +16,13 @@ from fulltilt.feed.hdf5 import Hdf5Loader
 from fulltilt.feed.staging import stage_dir
 from fulltilt.figures import count
 from fulltilt.probes.host import cpu_capacity
-from fulltilt.recipes.hdf5 import Options
-from fulltilt.recipes.hdf5.data import Found, Part, keys_of, look
+from fulltilt.recipes.hdf5 import Hdf5Options
+from fulltilt.recipes.hdf5.data import FileShare, Hdf5Data, keys_of, look
 from fulltilt.recipes.hdf5.model import WindowNet, binary_loss, summary
 from fulltilt.recipes.recipe import Request
-from fulltilt.train.distributed import detect, device_of
+from fulltilt.train.distributed import device_of, rank_from_env
 from fulltilt.train.job import Job
-from fulltilt.train.progress import Screen
+from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.random_states import seed_everything
 
 
@@ -33,8 +33,8 @@ def check(request: Request) -> None:
 
 def run(request: Request) -> Mapping[str, float]:
     """Train and return the last metrics."""
-    options: Options = request.options
-    screen = Screen(request.out, speaks=detect().rank == 0, sampled=options.profile_gpu_util)
+    options: Hdf5Options = request.options
+    screen = TrainingScreen(request.out, speaks=rank_from_env().rank == 0, sampled=options.profile_gpu_util)
     screen.debugging = screen.debugging and options.profile_performance
     with contextlib.ExitStack() as cleanup:
         folder = _staged(request, screen, cleanup)
@@ -45,9 +45,9 @@ def run(request: Request) -> Mapping[str, float]:
         return request.train(build(request, found, data, eval_data), screen)
 
 
-def build(request: Request, found: Found, data: Hdf5Loader, eval_data: Hdf5Loader) -> Job:
+def build(request: Request, found: Hdf5Data, data: Hdf5Loader, eval_data: Hdf5Loader) -> Job:
     """The engine's job."""
-    options: Options = request.options
+    options: Hdf5Options = request.options
     seed_everything(request.settings.seed)  # the weights are drawn here, before the engine seeds itself
     model = WindowNet(found.feature_count, options.width, options.heads, options.dropout)
     # A weight on the positives moves every logit by its logarithm; taken off again, the threshold is a probability.
@@ -69,17 +69,17 @@ def build(request: Request, found: Found, data: Hdf5Loader, eval_data: Hdf5Loade
     return Job(model, loss, data, eval_data=eval_data, eval_loss=eval_loss, eval_metrics=eval_metrics, name="hdf5")
 
 
-def reader(request: Request, part: Part, *, training: bool) -> Hdf5Loader:
+def reader(request: Request, part: FileShare, *, training: bool) -> Hdf5Loader:
     """The reader of one part: large blocks, kept on the device where they fit, cut into batches there."""
-    options: Options = request.options
-    settings, ranks = request.settings, detect()
+    options: Hdf5Options = request.options
+    settings, info = request.settings, rank_from_env()
     keys = keys_of(options)
     size = settings.batch_size if training else settings.eval_batch_size or settings.batch_size
     spec = Pipeline([SpecAugment(fill=None)], image=0) if training and options.use_specaugment else None
     return feed.hdf5(
         part.files,
         keys,
-        max(size // ranks.world, 1),
+        max(size // info.world_size, 1),
         window=options.window,
         stride=options.stride,
         window_keys=keys[:-1] if options.window else None,
@@ -89,16 +89,16 @@ def reader(request: Request, part: Part, *, training: bool) -> Hdf5Loader:
         shuffle=training,
         drop_last=training and settings.drop_last,
         seed=settings.seed,
-        device=device_of(settings.device, ranks.local_rank),
-        rank=ranks.rank,
-        world_size=ranks.world,
-        num_workers=min(settings.workers, int(cpu_capacity().usable)) // ranks.world,
+        device=device_of(settings.device, info.local_rank),
+        rank=info.rank,
+        world_size=info.world_size,
+        num_workers=min(settings.workers, int(cpu_capacity().usable)) // info.world_size,
     )
 
 
-def _staged(request: Request, screen: Screen, cleanup: contextlib.ExitStack) -> Path:
+def _staged(request: Request, screen: TrainingScreen, cleanup: contextlib.ExitStack) -> Path:
     """The folder to read: the data's own, or a copy below ``stage_dir`` if that pays."""
-    options: Options = request.options
+    options: Hdf5Options = request.options
     if options.stage_dir is None or not request.data.is_dir():
         return request.data
     with reader(request, look(request.data, options).train, training=True) as planned:
@@ -110,7 +110,7 @@ def _staged(request: Request, screen: Screen, cleanup: contextlib.ExitStack) -> 
     return staged.path
 
 
-def _described(found: Found, data: Hdf5Loader) -> str:
+def _described(found: Hdf5Data, data: Hdf5Loader) -> str:
     share = found.positives / (found.positives + found.negatives)
     files = count("file", len(found.train.files))
     kept = "streamed in blocks" if data.tier == "none" else f"kept in {data.tier}"

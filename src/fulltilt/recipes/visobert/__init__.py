@@ -9,11 +9,11 @@ from fulltilt.recipes.recipe import Recipe, imported
 from fulltilt.recipes.visobert.huggingface_config import translate
 from fulltilt.train.config import option
 
-__all__ = ["RECIPE", "Options"]
+__all__ = ["RECIPE", "VisobertOptions"]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class VisobertOptions:
     """What only this recipe has. Names that Hugging Face has too mean the same here."""
 
     model: str | None = option(None, "A model's folder or hub name; without one a small XLM-R is made.")
@@ -52,7 +52,7 @@ class Options:
 RECIPE = Recipe(
     name="visobert",
     about="Classify short social text with a transformer, configured with Hugging Face's keys.",
-    options=Options,
+    options=VisobertOptions,
     check_options=imported("fulltilt.recipes.visobert.trainer:check_options"),
     check=imported("fulltilt.recipes.visobert.data:check"),
     run=imported("fulltilt.recipes.visobert.trainer:run"),

@@ -14,7 +14,7 @@ from typing import Any
 from fulltilt.errors import DataError, UsageError
 from fulltilt.recipes import tables
 from fulltilt.recipes.recipe import Request
-from fulltilt.recipes.visobert import Options
+from fulltilt.recipes.visobert import VisobertOptions
 
 _TRAIN, _VALIDATION = ("train",), ("validation", "valid", "val", "dev", "test")
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
@@ -51,7 +51,7 @@ def check(request: Request) -> None:
     read_texts(request.data, request.options, request.settings.seed)
 
 
-def read_texts(folder: Path, options: Options, seed: int) -> Texts:
+def read_texts(folder: Path, options: VisobertOptions, seed: int) -> Texts:
     """Read all texts. Raises UsageError for missing columns, DataError that names file and line otherwise."""
     found = _file(folder, _TRAIN)
     if found is None:
@@ -101,7 +101,7 @@ def _held_out(rows: list[_Row], share: float, seed: int) -> tuple[list[_Row], li
     return [row for n, row in enumerate(rows) if n not in held], [row for n, row in enumerate(rows) if n in held]
 
 
-def _classes(train: list[_Row], options: Options) -> tuple[str, ...]:
+def _classes(train: list[_Row], options: VisobertOptions) -> tuple[str, ...]:
     if options.classes is not None:
         return tuple(name.strip() for name in options.classes.split(","))
     found = {label for _, _, label in train}
@@ -128,7 +128,7 @@ def _split(rows: list[_Row], numbers: dict[str, int]) -> Split:
 # --------------------------------------------------------------------------- the formats
 
 
-def _rows(path: Path, options: Options) -> Iterator[_Row]:
+def _rows(path: Path, options: VisobertOptions) -> Iterator[_Row]:
     reader = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet}.get(path.suffix.lower(), _csv)
     wanted = (options.text_column, options.label_column)
     try:

@@ -16,10 +16,10 @@ from fulltilt.feed.text import Tokens, tokenise
 from fulltilt.recipes import pretrained
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
-from fulltilt.recipes.visobert import Options
+from fulltilt.recipes.visobert import VisobertOptions
 from fulltilt.recipes.visobert.data import Split, Texts, read_texts
 from fulltilt.train import checkpoint
-from fulltilt.train.distributed import detect, device_of
+from fulltilt.train.distributed import device_of, rank_from_env
 from fulltilt.train.job import Job
 
 GIVE = "Give the folder of a model, or its name on the hub if this machine can reach it."
@@ -30,7 +30,7 @@ _HEAD_WIDTH = 32
 
 def check_options(request: Request) -> None:
     """Look at the model's name. Raises UsageError."""
-    options: Options = request.options
+    options: VisobertOptions = request.options
     if options.model is not None:
         pretrained.refuse_unavailable(options.model, GIVE)
         refuse_to_replace(options.model, request.out)
@@ -45,20 +45,20 @@ def run(request: Request) -> Mapping[str, float]:
     texts = read_texts(request.data, request.options, request.settings.seed)
     job, tokenizer = build(request, texts)
     metrics = request.train(job)
-    if detect().rank == 0:
+    if rank_from_env().rank == 0:
         keep_model(request, job.model, tokenizer)
     return metrics
 
 
 def on_this_machine(request: Request) -> Request:
     """The request with the warm-up in epochs or steps, and without what only a GPU has."""
-    options: Options = request.options
+    options: VisobertOptions = request.options
     settings = request.settings
     if options.warmup_ratio and settings.max_steps is not None:
         settings = replace(settings, warmup_steps=round(options.warmup_ratio * settings.max_steps))
     elif options.warmup_ratio:
         settings = replace(settings, warmup_epochs=options.warmup_ratio * settings.epochs)
-    if device_of(settings.device, detect().local_rank).type == "cpu":
+    if device_of(settings.device, rank_from_env().local_rank).type == "cpu":
         if settings.precision == "fp16":
             _say("No GPU here: fp16 switched off, the arithmetic is float32")
             settings = replace(settings, precision="fp32")
@@ -70,7 +70,7 @@ def on_this_machine(request: Request) -> Request:
 
 def build(request: Request, texts: Texts) -> tuple[Job, Any]:
     """The engine's job, and the tokenizer."""
-    options: Options = request.options
+    options: VisobertOptions = request.options
     settings = request.settings
     tokenizer = load_tokenizer(request, texts)
     torch.manual_seed(settings.seed)  # the weights are drawn here, before the engine seeds
@@ -101,27 +101,27 @@ def build(request: Request, texts: Texts) -> tuple[Job, Any]:
 
 def _data(request: Request, split: Split, tokens: Tokens, pad_id: int, *, training: bool) -> Any:
     """Batches of like lengths out of tokens on the device."""
-    settings, ranks = request.settings, detect()
+    settings, info = request.settings, rank_from_env()
     labels, size = split.labels, settings.batch_size
     budget = request.options.tokens_per_batch if training else None
     if not training:  # by length, each rank its own part: every text counts once
         size = settings.eval_batch_size or size
-        mine = tokens.lengths.argsort(stable=True)[ranks.rank :: ranks.world].tolist()
+        mine = tokens.lengths.argsort(stable=True)[info.rank :: info.world_size].tolist()
         each = tokens.flat.tensor_split(tokens.offsets[1:-1])
         tokens, labels = Tokens.of([each[n].tolist() for n in mine]), [labels[n] for n in mine]
     return feed.text(
         tokens,
         labels,
-        batch_size=None if budget else max(size // ranks.world, 1),
+        batch_size=None if budget else max(size // info.world_size, 1),
         tokens_per_batch=budget,
         pad_id=pad_id,
         multiple=WIDTH_MULTIPLE,
         shuffle=training,
         drop_last=training and settings.drop_last,
         seed=settings.seed,
-        device=device_of(settings.device, ranks.local_rank),
-        rank=ranks.rank if training else 0,
-        world_size=ranks.world if training else 1,
+        device=device_of(settings.device, info.local_rank),
+        rank=info.rank if training else 0,
+        world_size=info.world_size if training else 1,
     )
 
 
@@ -140,7 +140,7 @@ def keep_model(request: Request, model: Any, tokenizer: Any) -> None:
 
 
 def _say(line: str) -> None:
-    if detect().rank == 0:
+    if rank_from_env().rank == 0:
         print(line, flush=True)
 
 
@@ -149,7 +149,7 @@ def _say(line: str) -> None:
 
 def load_tokenizer(request: Request, texts: Texts) -> Any:
     """The tokenizer of the model, or one that is trained on the texts."""
-    options: Options = request.options
+    options: VisobertOptions = request.options
     if options.model is not None:
         return pretrained.load("tokenizer", options.model, transformers.AutoTokenizer.from_pretrained, GIVE)
     # XLM-R's own special tokens, in its own order: their numbers are fixed in its configuration.
@@ -157,7 +157,7 @@ def load_tokenizer(request: Request, texts: Texts) -> Any:
     return pretrained.own_tokenizer(request, texts.train.texts, size=options.vocab_size, **special)
 
 
-def load_model(options: Options, tokenizer: Any, classes: tuple[str, ...]) -> Any:
+def load_model(options: VisobertOptions, tokenizer: Any, classes: tuple[str, ...]) -> Any:
     """A model that gives a logit for each class. Raises UsageError for one that cannot be had."""
     names = dict(enumerate(classes))
     labels: dict[str, Any] = {"id2label": names, "label2id": {name: number for number, name in names.items()}}

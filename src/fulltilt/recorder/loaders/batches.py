@@ -19,11 +19,11 @@ SHORTEST_TEXT, LONGEST_TEXT, FEWEST_TOKENS = 8, 1 << 16, 32
 SOME_ROWS, SOME_TOKENS = 32, 64  # are enough to judge by
 
 
-def count_samples(batch: Any, hint: int | None = None, last: int | None = None) -> int | None:
+def count_samples(batch: Any, hint: int | None = None, last: int | None = None, *, batched: bool = False) -> int | None:
     """The number of samples in a batch; None when its structure does not show it.
 
     ``hint`` is the number of indices that the sampler asked for, ``last`` the number for the last batch of a pass. They
-    only choose between counts that the batch itself shows.
+    only choose between counts that the batch itself shows. ``batched``: it is known not to be a single sample.
     """
     # The common case first, since this runs for every batch: columns in a tuple, a list or a dict.
     kind = type(batch)
@@ -31,7 +31,7 @@ def count_samples(batch: Any, hint: int | None = None, last: int | None = None) 
     shape = getattr(columns[0], "shape", None) if columns else None
     if shape and hint == shape[0] != 1:
         return hint
-    if hint is None or hint == 1:
+    if not batched and (hint is None or hint == 1):
         shapes = [() if isinstance(column, NUMBERS) else getattr(column, "shape", None) for column in columns]
         if shape and len(shapes) > 1 and not [other for other in shapes if not other or other[0] != shape[0]]:
             return int(shape[0])  # asked for one sample, the data set gives a batch
