@@ -73,7 +73,7 @@ def test_forgetting_a_part_shows(
     run(tmp_path / "out", stop_at=8)
     take_over, forgot = train_state.take_over, []
 
-    def forgetful(folder: Path, name: str, part: train_state.Part, state: Any) -> None:
+    def forgetful(folder: Path, name: str, part: train_state.Stateful, state: Any) -> None:
         if name == forgotten:
             forgot.append(name)
         else:

@@ -133,7 +133,7 @@ def test_a_feed_loader_as_data_resumes_by_its_position(tmp_path: Path) -> None:
     samples=st.integers(1, 40),
     batch_size=st.integers(1, 9),
     accumulation=st.integers(1, 3),
-    world_size=st.integers(1, 3),
+    world=st.integers(1, 3),
     drop_last=st.booleans(),
     steps_used=st.integers(0, 3),
 )

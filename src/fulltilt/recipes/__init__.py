@@ -1,7 +1,4 @@
-"""Four trainers, found by name and loaded when one is asked for.
-
-Each recipe is a package with a ``RECIPE`` in its ``__init__``, which imports no torch: flags and help stay fast.
-"""
+"""Four trainers. Each is a package whose ``__init__`` holds a ``RECIPE`` and imports no torch: help stays fast."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from fulltilt.train.config import did_you_mean
 __all__ = ["RECIPES", "find", "require"]
 
 RECIPES = {
-    "cod": "camouflaged objects in images",
-    "carclip": "images and captions of cars with CLIP",
-    "visobert": "short social text in classes",
-    "hdf5": "windows of features, yes or no",
+    "cod": "camouflaged object detection",
+    "carclip": "CLIP on images and captions of cars",
+    "visobert": "text classification with a transformer",
+    "hdf5": "binary classification of feature windows",
 }
 
-# What each one imports besides Fulltilt's own dependencies, and the extras that bring it.
+# What each recipe imports besides Fulltilt's own dependencies, and the extras that install it.
 _NEEDED = {
     "cod": (("safetensors", "numpy", "PIL", "timm"), "train,recipes"),
     "carclip": (("safetensors", "numpy", "PIL", "torchvision", "transformers"), "train,recipes"),

@@ -24,11 +24,11 @@ RUNS = Path("fulltilt-runs")
 class RunOptions:
     """Where a training takes its data and leaves its results."""
 
-    data: str = option("synthetic", "A folder, or synthetic for made data.")
-    out: str | None = option(None, "Where checkpoints and report go; the same command there goes on.")
-    resume_from: str | None = option(None, "A checkpoint folder, or the weights of another trainer.")
-    fresh: bool = option(False, "Do not go on from what is in --out.")
-    gpus: int | None = option(None, "How many GPUs to train on.", least=1)
+    data: str = option("synthetic", "Data folder, or synthetic for generated data.")
+    out: str | None = option(None, "Folder for checkpoints and report; the same command resumes from it.")
+    resume_from: str | None = option(None, "Checkpoint folder, or a weights file of another trainer.")
+    fresh: bool = option(False, "Start anew instead of resuming from --out.")
+    gpus: int | None = option(None, "Number of GPUs to train on.", least=1)
 
     def problems(self) -> list[str]:
         """An empty path stands for the current folder, which nobody means: a variable of the shell was not set."""

@@ -1,4 +1,4 @@
-"""The engine's settings, and configs read strictly: every problem is listed at once, before any work is done."""
+"""The training settings, and config files: every problem in one is listed at once, before any work is done."""
 
 from __future__ import annotations
 
@@ -37,58 +37,58 @@ def option(
 class TrainSettings:
     """How to train. Batch size and workers are totals over all ranks; times are seconds.
 
-    What has a text is a flag of every recipe; the others are keys of the config alone.
+    Fields with a help text are flags of every recipe; the others can only be set in a config file.
     """
 
-    # how long
-    epochs: int = option(1, "How often to go through the data.", least=1)
+    # length
+    epochs: int = option(1, "Number of passes over the training data.", least=1)
     max_steps: int | None = option(None, "Stop after this many optimizer steps.", least=1)
-    max_time_s: float | None = option(None, "Save and stop before this time is over, such as 11h.", above=0)
-    # what a step is
-    batch_size: int = option(32, "Samples of a batch, over all GPUs.", least=1)
+    max_time_s: float | None = option(None, "Time limit, such as 11h: save and stop before it.", above=0)
+    # batches
+    batch_size: int = option(32, "Samples per batch, over all GPUs.", least=1)
     eval_batch_size: int | None = option(None, least=1)
-    accumulation: int = option(1, "Batches for each optimizer step.", least=1)
+    accumulation: int = option(1, "Gradient accumulation: batches per optimizer step.", least=1)
     drop_last: bool = False
-    seed: int = option(0, "Seed of weights, order and augmentation.", least=0, most=2**32 - 1)
-    # how the weights move
+    seed: int = option(0, "Random seed of weights, shuffling and augmentation.", least=0, most=2**32 - 1)
+    # optimizer
     optimizer: Literal["adamw", "adamw8bit", "adam", "sgd"] = option(
-        "adamw", "What moves the weights; adamw8bit takes a quarter of the memory."
+        "adamw", "Optimizer; the state of adamw8bit takes a quarter of the memory."
     )
-    lr: float = option(1e-3, "The highest learning rate.", above=0)
-    min_lr: float = option(0.0, "The learning rate at the end.", least=0)
+    lr: float = option(1e-3, "Peak learning rate.", above=0)
+    min_lr: float = option(0.0, "Learning rate at the end of the schedule.", least=0)
     weight_decay: float = option(0.01, least=0)
     momentum: float = option(0.9, least=0, most=1)
-    schedule: Literal["cosine", "linear", "constant"] = option("cosine", "How the learning rate falls.")
-    warmup_epochs: float = option(0.0, "Epochs over which the learning rate rises at first.", least=0)
+    schedule: Literal["cosine", "linear", "constant"] = option("cosine", "Learning-rate schedule after the warm-up.")
+    warmup_epochs: float = option(0.0, "Epochs of linear learning-rate warm-up.", least=0)
     warmup_steps: int | None = option(None, least=0)
     clip_norm: float | None = option(None, above=0)
     ema_decay: float | None = option(None, above=0, most=1)
-    # how it is computed
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where to train.")
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = option("auto", "Arithmetic of forward and backward.")
+    # precision and execution
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Device to train on.")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = option("auto", "Precision (autocast) of forward and backward.")
     tf32: bool = True
     channels_last: bool = False
-    compile: bool = option(False, "Compile the model.")
-    cuda_graphs: bool = option(False, "Record the model's kernels as CUDA graphs and replay them (one GPU).")
+    compile: bool = option(False, "Compile the model with torch.compile.")
+    cuda_graphs: bool = option(False, "Capture the model as CUDA graphs and replay them (one GPU).")
     gradient_checkpointing: bool = False
     deterministic: bool = False
-    fsdp: bool = option(False, "Divide weights, gradients and optimizer state among the GPUs (FSDP2).")
-    # how the data comes
-    workers: int = option(0, "Loader workers, over all GPUs.", least=0)
+    fsdp: bool = option(False, "Shard weights, gradients and optimizer state over the GPUs (FSDP2).")
+    # data loading
+    workers: int = option(0, "Data-loading workers, over all GPUs.", least=0)
     prefetch: int = option(2, least=1, most=MOST_OF_A_SETTING)
     residency: Literal["auto", "vram", "pinned", "ram", "disk", "none"] = option(
-        "auto", "Where the decoded data lives."
+        "auto", "Memory that keeps the decoded data."
     )
     on_bad_sample: Literal["stop", "skip"] = "stop"
     max_bad_share: float = option(0.01, least=0, most=1)
-    # what is saved
-    save_every: int | None = option(None, "Save after this many steps, besides each epoch.", least=1)
+    # checkpoints
+    save_every: int | None = option(None, "Save a checkpoint every N steps, besides each epoch.", least=1)
     keep_last: int = option(2, least=1)
     keep_best: int = option(1, least=0)
     monitor: str | None = None
     monitor_mode: Literal["max", "min"] = "max"
     target: float | None = None
-    # what is guarded
+    # guards
     bad_steps_in_a_row: int = option(5, least=1)
     rollbacks: int = option(1, least=0)
     spike_factor: float | None = option(10.0, above=1)
@@ -96,13 +96,13 @@ class TrainSettings:
     loss_scale_floor: float = option(2.0**-10, above=0)
     hang_timeout_s: float = option(1800.0, above=0)
     drift_every: int | None = option(1000, least=1)
-    # what is shown
-    eval_every: int = option(1, "Evaluate after every so many epochs, and after the last one.", least=1)
+    # reporting
+    eval_every: int = option(1, "Evaluate every N epochs, and after the last one.", least=1)
     record: bool = True
     profile_steps: int | None = option(None, least=1)
 
     def problems(self) -> list[str]:
-        """What is wrong between fields that are each right alone."""
+        """Fields that are valid alone, but not together."""
         found = []
         world = os.environ.get("WORLD_SIZE", "")
         most_workers = MOST_OF_A_SETTING * (int(world) if world.isdecimal() else 1)
@@ -131,19 +131,19 @@ class TrainSettings:
 
 Record = TypeVar("Record")
 
-# A config is written by hand. More than this is a mistake or an attack, and YAML takes long over it.
+# A config is written by hand. A larger file is a mistake or an attack, and slow to parse as YAML.
 MOST_CONFIG_BYTES = 256 * 1024
-# Whole numbers without a bound of their own. No job has more of anything, and what counts for torch and files holds it.
+# For whole numbers without a bound of their own: fits the integers of torch and of file formats.
 MOST_OF_ANYTHING = 2**31 - 1
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The plain values of a config file. Raises UsageError for what is not a flat, harmless mapping."""
+    """The keys and values of a config file. Raises UsageError for anything but a plain mapping."""
     try:
         with store.open_plain(path, follow=True) as file:
             raw = file.read(MOST_CONFIG_BYTES + 1)
         if len(raw) > MOST_CONFIG_BYTES:
-            raise UsageError(f"{path} has more bytes; a config has at most {MOST_CONFIG_BYTES:,}")
+            raise UsageError(f"{path} is too large: a config has at most {MOST_CONFIG_BYTES:,}")
         text = raw.decode("utf-8")
         if path.suffix in (".yaml", ".yml"):
             content = _read_yaml(text)
@@ -176,9 +176,9 @@ def parse(
     problems: Sequence[str] = (),
     names: Mapping[str, str] | None = None,
 ) -> Record:
-    """A frozen record from plain values. No unknown key is accepted; durations may be written as ``11h``.
+    """A frozen record from plain values. Unknown keys are refused; durations may be written as ``11h``.
 
-    ``problems`` that are known already are told with the others; ``names`` has what the user calls a key, if not so.
+    ``problems`` found before are reported with the others; ``names`` maps keys to the names that the user gave.
     """
     fields = {field.name: field for field in dataclasses.fields(record)}  # type: ignore[arg-type]
     kinds = get_type_hints(record)
@@ -199,13 +199,13 @@ def parse(
 
 
 def checked(made: Record) -> Record:
-    """A record that was made in code, held to the rules of one from a file. Raises UsageError listing every problem."""
+    """A record made in code, checked as one from a file. Raises UsageError listing every problem."""
     given = {field.name: _plain(getattr(made, field.name)) for field in dataclasses.fields(made)}  # type: ignore[arg-type]
     return parse(given, type(made))
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's or torch's as Python's own."""
+    """A NumPy or torch scalar as a Python number."""
     return value.item() if hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0 else value
 
 
@@ -260,7 +260,7 @@ def _short(value: object) -> str:
 
 
 def _read_yaml(text: str) -> Any:
-    if "[" * 99 in text or "{" * 99 in text:  # seconds of work for the library, and no config
+    if "[" * 99 in text or "{" * 99 in text:  # PyYAML would take seconds, and no config nests so deep
         raise ValueError("too deeply nested")
     try:
         import yaml
@@ -269,7 +269,7 @@ def _read_yaml(text: str) -> Any:
         raise UsageError("reading YAML needs PyYAML", remedy) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
-        """YAML 1.1 reads 2e-5 as text because it lacks a dot. Everybody means the number. No key stands twice."""
+        """Reads 2e-5 as a number (to YAML 1.1, without a dot it is text) and refuses duplicate keys."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             made = super().construct_mapping(node, deep)
@@ -286,7 +286,7 @@ def _read_yaml(text: str) -> Any:
     )
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader)):
-            raise ValueError("aliases (*name) are not allowed in a config")  # a few can stand for gigabytes
+            raise ValueError("aliases (*name) are not allowed in a config")  # a few can expand to gigabytes
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

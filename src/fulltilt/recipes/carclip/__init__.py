@@ -1,4 +1,4 @@
-"""Pictures and captions of cars with CLIP: the contrastive loss is over all of a step, whatever its parts."""
+"""CLIP on images and captions of cars: the contrastive loss covers the whole step, also under accumulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fulltilt.train.config import option
 
 __all__ = ["RECIPE", "CarClipOptions"]
 
-# What is said of a car whose make, model and year are known. Which of them a picture gets changes with every epoch.
+# Captions for a car of known make, model and year. An image gets another one in every epoch.
 TEMPLATES = (
     "a photo of a {year} {make} {model}",
     "a {make} {model} from {year}",
@@ -28,33 +28,29 @@ GIVE = "Give a folder with config.json, weights and tokenizer, or a hub name tha
 
 @dataclass(frozen=True, slots=True)
 class CarClipOptions:
-    """What is particular to this trainer."""
+    """The options of this recipe."""
 
-    model: str = option("auto", "A folder or hub name of a CLIP model, or small or vit-b-32 (random weights).")
-    image_size: int | None = option(
-        None, "Side of the pictures in pixels, for small and vit-b-32.", least=32, most=1024
-    )
-    templates: str | None = option(None, "A file of caption templates, one a line, with {make}, {model}, {year}.")
-    freeze: Literal["none", "image", "text", "both"] = option("none", "Towers whose weights stay as they are.")
-    temperature: float = option(0.07, "Where the temperature starts, for small and vit-b-32.", above=0.01, most=1)
-    learn_temperature: bool = option(True, "Let the temperature move with the weights.")
-    val_share: float = option(
-        0.1, "Share of the pictures to validate on, where the data has no split.", above=0, most=0.9
-    )
-    augment: bool = option(True, "Crop, flip and light every picture anew in every epoch.")
-    export: bool = option(True, "Leave the trained model as OUT/model in Hugging Face's format.")
+    model: str = option("auto", "Folder or hub name of a CLIP model, or small or vit-b-32 (random weights).")
+    image_size: int | None = option(None, "Image size in pixels, for small and vit-b-32.", least=32, most=1024)
+    templates: str | None = option(None, "File of caption templates, one per line, with {make}, {model}, {year}.")
+    freeze: Literal["none", "image", "text", "both"] = option("none", "Towers to freeze.")
+    temperature: float = option(0.07, "Initial temperature, for small and vit-b-32.", above=0.01, most=1)
+    learn_temperature: bool = option(True, "Train the temperature.")
+    val_share: float = option(0.1, "Share of the images to validate on, if the data has no split.", above=0, most=0.9)
+    augment: bool = option(True, "Random crops, flips, brightness and contrast.")
+    export: bool = option(True, "Save the trained model in Hugging Face's format as OUT/model.")
 
 
 RECIPE = Recipe(
     name="carclip",
-    about="Train CLIP on pictures of cars and what is said of them.",
+    about="Train CLIP on images of cars and their captions.",
     options=CarClipOptions,
     check_options=imported("fulltilt.recipes.carclip.trainer:check_options"),
     check=imported("fulltilt.recipes.carclip.trainer:check"),
     run=imported("fulltilt.recipes.carclip.trainer:run"),
     synthetic="cars",
     synthetic_size=4000,
-    # A step must compare whole batches, or its last one would be easier.
+    # The loss compares the samples of a batch: a smaller last batch would be easier.
     settings=MappingProxyType(
         {
             "batch_size": 96,

@@ -1,4 +1,4 @@
-"""Windows of features in HDF5 files, told apart: event or not."""
+"""Binary classification of feature windows in HDF5 files: event or not."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["RECIPE", "Config", "Hdf5Options"]
 
 @dataclass(frozen=True, slots=True)
 class Hdf5Options:
-    """What only this recipe has. Keys are names of arrays in the files."""
+    """The options of this recipe. Keys are names of arrays in the files."""
 
-    features: str = option("features", "Keys of the features, separated by commas; joined along their last axis.")
+    features: str = option("features", "Keys of the features, separated by commas; concatenated along the last axis.")
     labels: str = option("labels", "Key of the labels, 0 or 1.")
-    window: int | None = option(None, "Cut windows of this many rows out of long recordings.", least=2)
-    stride: int = option(1, "Rows from one such window to the next.", least=1)
-    val_share: float = option(0.1, "Share of each file held out, where there are no val files.", above=0, most=0.5)
-    stage_dir: str | None = option(None, "RAM disk or fast disk that the files are copied to, if that pays.")
-    use_specaugment: bool = option(False, "Blank bands of time and of features in training, on the device.")
-    imbalance: Literal["pos_weight", "focal", "none"] = option("pos_weight", "What makes up for the rarer class.")
-    focal_gamma: float = option(2.0, "Exponent of the focal loss.", least=0)
+    window: int | None = option(None, "Window length in rows, to cut windows out of long recordings.", least=2)
+    stride: int = option(1, "Rows from one window to the next.", least=1)
+    val_share: float = option(0.1, "Share of each file to validate on, if there are no val files.", above=0, most=0.5)
+    stage_dir: str | None = option(None, "RAM disk or fast disk to copy the files to, if that pays.")
+    use_specaugment: bool = option(False, "SpecAugment: mask bands of time and features in training.")
+    imbalance: Literal["pos_weight", "focal", "none"] = option("pos_weight", "How to weigh the rarer class.")
+    focal_gamma: float = option(2.0, "Gamma of the focal loss.", least=0)
     width: int = option(64, "Channels of the network.", least=4)
-    heads: int = option(4, "Attention heads; they divide the width.", least=1)
-    dropout: float = option(0.1, "Dropout before the decision.", least=0, most=0.9)
-    profile_performance: bool = option(True, "Loader profile under TRAINER_LOG_LEVEL=DEBUG.")
-    profile_gpu_util: bool = option(True, "Show what GPU, CPU and memory do.")
+    heads: int = option(4, "Attention heads; must divide the width.", least=1)
+    dropout: float = option(0.1, "Dropout before the last layer.", least=0, most=0.9)
+    profile_performance: bool = option(True, "Log DataLoader times with TRAINER_LOG_LEVEL=DEBUG.")
+    profile_gpu_util: bool = option(True, "Show GPU, CPU and memory use.")
 
     def problems(self) -> list[str]:
-        """What is wrong between fields that are each right alone."""
+        """Fields that are valid alone, but not together."""
         found = [] if self.width % self.heads == 0 else [f"heads ({self.heads}) do not divide width ({self.width})"]
         if not all(key.strip() for key in self.features.split(",")):
             found.append(f"features: {self.features!r} names an empty key")
@@ -40,7 +40,7 @@ class Hdf5Options:
 
 RECIPE = Recipe(
     name="hdf5",
-    about="Tell windows of features in HDF5 files apart: event or not.",
+    about="Classify windows of features in HDF5 files: event or not.",
     options=Hdf5Options,
     check=imported("fulltilt.recipes.hdf5.trainer:check"),
     run=imported("fulltilt.recipes.hdf5.trainer:run"),
@@ -60,9 +60,9 @@ RECIPE = Recipe(
     },
 )
 
-# The config object's names for what every recipe calls otherwise.
+# Names of Config's fields that differ from the settings of every recipe.
 _SHARED = {"val_batch_size": "eval_batch_size", "num_workers": "workers", "prefetch_factor": "prefetch"}
-# Of a stock DataLoader. The reader's buffers are always pinned, and what is read once needs no workers that stay.
+# DataLoader arguments without effect: buffers are always pinned, and the data is read once.
 _WITHOUT_WORK = ("pin_memory", "persistent_workers")
 
 

@@ -1,4 +1,4 @@
-"""Short social text in classes, with a transformer of Hugging Face's and its Trainer's config files as they are."""
+"""Text classification with a Hugging Face transformer; takes config files of its Trainer as they are."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ __all__ = ["RECIPE", "VisobertOptions"]
 
 @dataclass(frozen=True, slots=True)
 class VisobertOptions:
-    """What only this recipe has. Names that Hugging Face has too mean the same here."""
+    """The options of this recipe. Names that Hugging Face also uses mean the same here."""
 
-    model: str | None = option(None, "A model's folder or hub name; without one a small XLM-R is made.")
+    model: str | None = option(None, "Folder or hub name of a model; without one, a small XLM-R with random weights.")
     text_column: str = option("text", "Column with the text.")
     label_column: str = option("label", "Column with the label.")
-    classes: str | None = option(None, "The labels, separated by commas; otherwise those of the training data.")
-    val_share: float = option(0.1, "Share held out where there is no validation file.", above=0, most=0.5)
-    max_length: int = option(128, "Tokens of a text at most.", least=4)
-    class_weights: Literal["balanced", "none"] = option("balanced", "Weigh rare classes up.")
-    label_smoothing_factor: float = option(0.0, "Share of each label given to all classes.", least=0, most=0.9)
-    warmup_ratio: float = option(0.0, "Share of all steps in which the learning rate rises.", least=0, most=1)
-    load_best_model_at_end: bool = option(False, "Keep the best weights at the end, not the last.")
-    tokens_per_batch: int | None = option(None, "Budget of tokens a batch, in place of the batch size.", least=16)
-    optim: str | None = option(None, "Hugging Face's name of --optimizer, such as adamw_bnb_8bit.")
-    lr_scheduler_type: str | None = option(None, "Hugging Face's name of --schedule.")
-    dataloader_persistent_workers: bool | None = option(None, "Accepted; the data is resident.")
-    dataloader_pin_memory: bool | None = option(None, "Accepted; the data is resident.")
-    vocab_size: int = option(4000, "Pieces of the made model's tokenizer.", least=100)
-    hidden_size: int = option(128, "Width of the made model; a multiple of 32.", least=32)
-    num_hidden_layers: int = option(2, "Layers of the made model.", least=1)
+    classes: str | None = option(None, "Labels, separated by commas [default: those of the training data]")
+    val_share: float = option(0.1, "Share to validate on, if there is no validation file.", above=0, most=0.5)
+    max_length: int = option(128, "Maximum number of tokens per text.", least=4)
+    class_weights: Literal["balanced", "none"] = option("balanced", "Class weights in the loss.")
+    label_smoothing_factor: float = option(0.0, "Label smoothing.", least=0, most=0.9)
+    warmup_ratio: float = option(0.0, "Learning-rate warm-up, as a share of all steps.", least=0, most=1)
+    load_best_model_at_end: bool = option(False, "Save the best model at the end, not the last.")
+    tokens_per_batch: int | None = option(None, "Batches by number of tokens, instead of batch size.", least=16)
+    optim: str | None = option(None, "Hugging Face's name for --optimizer, such as adamw_bnb_8bit.")
+    lr_scheduler_type: str | None = option(None, "Hugging Face's name for --schedule.")
+    dataloader_persistent_workers: bool | None = option(None, "No effect: the data stays in memory.")
+    dataloader_pin_memory: bool | None = option(None, "No effect: the data stays in memory.")
+    vocab_size: int = option(4000, "Vocabulary size of the small XLM-R.", least=100)
+    hidden_size: int = option(128, "Hidden size of the small XLM-R, a multiple of 32.", least=32)
+    num_hidden_layers: int = option(2, "Layers of the small XLM-R.", least=1)
 
     def problems(self) -> list[str]:
-        """What is wrong between fields that are each right alone; some of them are the engine's."""
+        """Fields that are valid alone, but not together; some are of TrainSettings."""
         found = []
         if self.hidden_size % 32:
             found.append(f"hidden_size ({self.hidden_size}) is not a multiple of 32, the width of a head")
