@@ -52,7 +52,7 @@ def test_several_in_a_row_roll_back_once_and_then_exit_6(tmp_path: Path) -> None
     settings = {"epochs": 9, "bad_steps_in_a_row": 3}
     assert victim.exit_code(Order(tmp_path, settings, prepare=poison, note="all")) == 6
     told = victim.told(tmp_path)
-    assert "went back to the weights of step-00000006; going on after the present data" in told
+    assert "rolled back to the weights of step-00000006; going on with the data that follows" in told
     assert "3 such steps in a row; 1 rollbacks done" in told
     assert max(victim.chain(tmp_path)) == 11, "the twelfth step was the sixth bad one"
     found = newest_complete(tmp_path / "checkpoints").checkpoint
@@ -139,7 +139,7 @@ def test_a_spike_is_reported_and_on_request_rolled_back(tmp_path: Path) -> None:
     assert "warning: step 30: the loss jumped to" in told
     assert "went back" not in told
     victim.run_here(tmp_path / "rollback", changes={"loss": OneBigStep()}, **settings, on_spike="rollback")
-    assert "went back to the weights of step-00000028" in (tmp_path / "rollback.txt").read_text()
+    assert "rolled back to the weights of step-00000028" in (tmp_path / "rollback.txt").read_text()
 
 
 def judged(guard: Guard, losses: list[float], **figures: Any) -> list[str]:

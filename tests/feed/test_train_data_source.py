@@ -206,7 +206,7 @@ def test_what_the_feed_cannot_keep_goes_by_the_worker_path() -> None:
         fed(ragged, plan_of(), "auto")
     with pytest.raises(UsageError, match="cannot be kept in ram: the sample is str"):
         fed(texts, plan_of(), "ram")
-    with pytest.raises(UsageError, match="ready batches do not say which samples"):
+    with pytest.raises(UsageError, match="ready batches do not have"):
         make_source(iter([]), plan_of(), TrainSettings(), None, [HorizontalFlip()])
 
 

@@ -28,7 +28,7 @@ def test_a_data_set_that_waits_for_a_thread_that_was_not_copied_is_given_up(monk
     monkeypatch.setattr(worker_pool, "PATIENCE_S", 0.3)
     with pytest.raises(MachineError, match="within 0 s") as told:
         in_child_process(threading.Event().wait, 2)
-    assert "a thread, which no fork copies" in str(told.value)
+    assert "a thread, which a fork does not copy" in str(told.value)
     assert not [child for child in multiprocessing.active_children() if child.name == "fulltilt-feed-check"]
 
 

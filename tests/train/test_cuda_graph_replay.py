@@ -151,7 +151,7 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_so_once(
     for _ in range(EAGER_FIRST + 4):
         assert not is_replay(train(model, batch))
     reason = "operation not permitted when stream is capturing"
-    assert said == [f"the step cannot be recorded as a CUDA graph and runs as it is: {reason}"]
+    assert said == [f"the step cannot be captured as a CUDA graph and runs as it is: {reason}"]
 
 
 def test_without_memory_nothing_is_recorded_any_more(

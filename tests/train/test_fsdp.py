@@ -176,14 +176,14 @@ def test_shards_go_back_to_the_checkpoint_when_the_loss_is_nan(tmp_path: Path) -
     assert exit_codes(tmp_path, 2, settings=settings, prepare=small_blocks) == [0, 0], victim.told(tmp_path)
     settings |= {"epochs": 9, "save_every": 200, "bad_steps_in_a_row": 3}
     assert exit_codes(tmp_path, 2, settings=settings, prepare=poisoned) == [6, 6]
-    assert "went back to the weights of step-00000006" in victim.told(tmp_path)
+    assert "rolled back to the weights of step-00000006" in victim.told(tmp_path)
 
 
 @pytest.mark.slow
 def test_a_single_rank_is_told_that_it_divides_nothing(tmp_path: Path) -> None:
     settings = {"fsdp": True, "max_steps": 1}
     assert victim.exit_code(Order(tmp_path, settings)) == 0
-    assert "a single rank has nobody to divide the model with" in victim.told(tmp_path)
+    assert "there is only one rank, so the model is not sharded" in victim.told(tmp_path)
     assert (checkpoint.folders(tmp_path / "checkpoints")[0] / checkpoint.MODEL_FILE).exists()
 
 

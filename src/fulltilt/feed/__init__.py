@@ -1,4 +1,4 @@
-"""Keeping the GPU fed: ``feed.loader`` decodes a data set once and serves it from the fastest memory that has room."""
+"""The feed: ``feed.loader`` decodes a data set once and serves it from the fastest memory with room for it."""
 
 from __future__ import annotations
 

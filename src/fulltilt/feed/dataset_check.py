@@ -1,9 +1,9 @@
-"""Whether the samples of a data set may be kept: what they are made of, and whether they are the same every time.
+"""Checks whether the samples of a data set may be kept: their layout, and whether they are deterministic.
 
-What is declared (``decode=``, or ``deterministic = True`` in the data set) is taken at its word. A data set of which
-nothing is declared is kept only if a few samples, each fetched several times under different seeds, are equal to the
-bit and leave every generator of random, numpy and torch where it was. The generators are watched while the first epoch
-is read too (``sample_reader.py``), and samples are compared again in later ones. In doubt a data set is random.
+A declaration (``decode=``, or ``deterministic = True`` in the data set) is trusted. Without one a data set is kept only
+if a few samples, each fetched several times under different seeds, are equal bit for bit and draw nothing from the
+generators of random, numpy and torch. The generators are also watched during the first epoch (``sample_reader.py``),
+and samples are compared again in later ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DECLARE = (
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found. ``layout`` None: not fixed-shape tensors. ``declared``: deterministic by the user's word."""
+    """The result. ``layout`` None: not tensors of one shape. ``declared``: deterministic by declaration."""
 
     layout: Layout | None
     random_because: str | None = None
@@ -42,7 +42,7 @@ class Inspection:
 def inspect(dataset: Any, *, checks: int = 8, policy: Policy = "stop", workers: int = 0) -> Inspection:
     """Fetch a few samples, each several times under different seeds. Raises UsageError or DataError.
 
-    ``workers``: how many will run the data set. If any, the samples are fetched in a process of its own too.
+    With ``workers`` the samples are fetched in a child process.
     """
     samples = length_of(dataset)
     return in_child_process(lambda: _inspect(dataset, samples, checks, policy), workers, dataset)
@@ -71,7 +71,7 @@ def _inspect(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspect
 
 
 def _random_because(dataset: Any, drawn: dict[int, Any]) -> str | None:
-    generators = Generators(dataset)  # with those that the first samples have made
+    generators = Generators(dataset)  # including those that the first samples made
     with generators.untouched():
         for seed in _SEEDS:
             for index, before in drawn.items():
@@ -84,7 +84,7 @@ def _random_because(dataset: Any, drawn: dict[int, Any]) -> str | None:
                 if mark != generators.mark():
                     return f"sample {index} draws random numbers"
                 if not same_sample(before, now):
-                    return f"sample {index} is another one when it is read again"
+                    return f"sample {index} is different when it is read again"
     return None
 
 
@@ -125,7 +125,7 @@ def _draw(dataset: Any, samples: int, checks: int, policy: Policy) -> dict[int, 
         except Exception as error:
             last = failure_of(dataset, index, error)
             if policy == "stop":
-                raise stopped_by(last) from None  # its own traceback stands in the error
+                raise stopped_by(last) from None  # the error holds its traceback
     if not drawn:
         assert last is not None
         raise stopped_by(last)
@@ -133,7 +133,7 @@ def _draw(dataset: Any, samples: int, checks: int, policy: Policy) -> dict[int, 
 
 
 def _of_one_layout(drawn: dict[int, Any]) -> dict[int, Any]:
-    """Those of the layout that most have: the others are skipped when they are read. All, where most have none."""
+    """The samples of the majority's layout, as others are skipped later; all without a majority."""
     alike = defaultdict(list)
     for index, sample in drawn.items():
         with suppress(Unstorable):

@@ -1,4 +1,4 @@
-"""What a data set holds that matters to workers: random generators, and open files that do not survive a fork."""
+"""What a data set holds: random generators, open files that forked workers would share, attributes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ import torch
 from fulltilt.errors import UsageError
 from fulltilt.feed.sample_store import memory_of
 
-# Libraries whose open handles must not be shared: readers in two processes would share a position or a lock.
+# Libraries whose open handles share a position or a lock with a forked process.
 _HANDLES_OF = frozenset({"h5py", "lmdb", "sqlite3", "tables", "netCDF4", "tarfile", "zipfile", "socket"})
-# What these libraries give out that is only data.
+# Types of these libraries that are only data.
 _RECORDS = frozenset({"TarInfo", "ZipInfo", "Row", "Empty", "Datatype"})
-# Code that asks in which process it runs opens its files there.
+# Code that calls these opens its files in each process.
 _KNOWS_ITS_PROCESS = frozenset({"getpid", "get_worker_info"})
 
-# Bounds of the search: data sets hold lists of a million paths, and models, and modules.
+# Bounds of the search: data sets hold lists of a million paths, models and modules.
 _DEPTH, _OBJECTS, _LONG_LIST = 16, 20_000, 512
 _NOT_SEARCHED = (str, bytes, int, float, complex, type(None), torch.Tensor, types.ModuleType)
 
 
 def own_module(name: str | None) -> bool:
-    """Whether a module belongs to the user, and not to Python or an installed library."""
-    if name is None or name == "__main__":  # also under a launcher, whose own file __main__ then is
+    """Whether a module is the user's, not Python's or an installed library's."""
+    if name is None or name == "__main__":  # also under a launcher, whose file is then __main__
         return True
     if name.split(".")[0] in sys.stdlib_module_names:
         return False
@@ -42,7 +42,7 @@ def own_module(name: str | None) -> bool:
 
 def _reached(root: Any) -> Iterator[Any]:
     """Every object in the attributes, containers, methods, closures and used globals of ``root``, within bounds."""
-    seen: dict[int, Any] = {}  # held, so that no other object takes an id
+    seen: dict[int, Any] = {}  # held, so that ids stay unique
     level = [root]
     for _ in range(_DEPTH):
         following: list[Any] = []
@@ -73,15 +73,15 @@ def _inside(item: Any) -> list[Any]:
 
 
 def refuse_shared_handle(dataset: Any, workers: int) -> None:
-    """Raises UsageError where ``dataset`` holds an open file that its workers would share.
+    """Raise UsageError where ``dataset`` holds an open file that its workers would share.
 
-    Forked workers share its position. What they read through it is now and then somebody else's sample, and no error.
+    Forked workers share its position, and would now and then read the wrong sample without an error.
     """
     parts = list(_reached(dataset)) if workers else []
     handle = next((item for item in parts if _is_open_handle(item)), None)
     if handle is None or any(_knows_its_process(item) for item in parts):
         return
-    # A data set in an HDF5 file has the name of its key; its file has that of the file.
+    # An HDF5 data set has the name of its key; its file has the file name.
     opened = handle if hasattr(handle, "filename") or not hasattr(handle, "file") else handle.file
     name = getattr(opened, "filename", None) or getattr(opened, "name", None)
     key = "" if opened is handle else f", key {handle.name}"
@@ -98,7 +98,7 @@ def _knows_its_process(item: Any) -> bool:
 
 
 def _is_open_handle(item: Any) -> bool:
-    """Whether this is a file or a connection that is open to read from. Files that are written to are no data."""
+    """Whether this is a file or a connection that is open for reading."""
     if isinstance(item, io.IOBase):
         if item.closed or isinstance(item, io.BytesIO | io.StringIO) or item in (sys.stdin, sys.stdout, sys.stderr):
             return False
@@ -114,7 +114,7 @@ def _is_open_handle(item: Any) -> bool:
 
 
 class Generators:
-    """The global generators of random, numpy and torch, and those in reach of ``root``: read, seeded, and put back."""
+    """The global generators of random, numpy and torch, and those that ``root`` refers to."""
 
     def __init__(self, root: Any = None) -> None:
         numpy = sys.modules.get("numpy")
@@ -124,11 +124,11 @@ class Generators:
         self._every = list({id(generator): generator for generator in every}.values())
 
     def mark(self) -> bytes:
-        """Something that changes whenever one of them is drawn from."""
+        """Bytes that change whenever a generator is drawn from."""
         return pickle.dumps([_state(generator) for generator in self._every])
 
     def seed(self, seed: int) -> None:
-        """Start every generator from the 32-bit ``seed``: forked workers would all repeat the same numbers."""
+        """Seed every generator from the 32-bit ``seed``; forked workers would draw the same numbers otherwise."""
         for position, generator in enumerate(self._every):
             number = seed if position < 3 else (seed + 0x9E3779B9 * (position + 1)) & 0xFFFFFFFF
             if isinstance(generator, torch.Generator):
@@ -140,7 +140,7 @@ class Generators:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Leave every generator as it was found. In a worker they belong to us, and putting them back costs time."""
+        """Restore every generator at the end, except in a worker, where it would only cost time."""
         if torch.utils.data.get_worker_info() is not None:
             yield
             return
@@ -177,17 +177,17 @@ def _state(generator: Any) -> Any:
 
 Attributes = dict[str, tuple[Any, Any]]
 _PLAIN = bool | int | float | str | bytes
-# Longer lists of labels are not looked through in every epoch.
+# Larger values are not hashed in every epoch.
 _DIGEST_BYTES, _DIGEST_ITEMS = 64 * 1024**2, 100_000
 
 
 def attributes(dataset: Any) -> Attributes:
-    """The attributes of a data set, each with a mark of what it is and, for settings and labels, of what is in it."""
+    """The attributes of a data set, each with a mark of its identity and, for settings and labels, its content."""
     return {name: (value, _mark(value)) for name, value in getattr(dataset, "__dict__", {}).items()}
 
 
 def changed_attribute(before: Attributes, now: Attributes) -> str | None:
-    """The name of an attribute that is another one ``now``."""
+    """The name of an attribute that differs ``now``, if any."""
     return next((name for name in {**before, **now} if before.get(name, ())[1:] != now.get(name, ())[1:]), None)
 
 

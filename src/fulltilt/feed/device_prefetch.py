@@ -1,4 +1,4 @@
-"""Batches on the device, from wherever their samples are: rows in host memory are copied ahead of their use."""
+"""Batches on the device, from any tier: rows in host memory are copied ahead of their use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fulltilt.feed.sample_cache import HostRows, SampleCache
 from fulltilt.feed.sample_store import Store
 from fulltilt.feed.worker_pool import WorkerPool
 
-# What an epoch left out of a device store is read before the next one begins, if it is no more than so many batches.
+# Up to so many batches that are missing in the device store are read before an epoch.
 READ_FIRST_BATCHES = 16
 
 Leaves = tuple[list[torch.Tensor], torch.Tensor]  # the leaves of a batch, and the numbers of its draws on the device
@@ -26,28 +26,25 @@ Item = TypeVar("Item", bound=tuple[Any, ...])
 
 
 def copy_stream(device: torch.device) -> Any:
-    """A stream that waits for no training; None on a CPU."""
+    """A stream for copies beside the training's; None on a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def enter_thread(device: torch.device) -> None:
-    """What a thread of ours does first: it begins with the first device, whichever the process uses."""
+    """Set the device of a new thread, which would use the first one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         cuda_capture.use_thread_local_mode()
 
 
 def ahead(items: Generator[Item, None, None], device: torch.device, stream: Any) -> Generator[Item, None, None]:
-    """``items``, each made by a thread while the one before it is used, on ``stream`` where there is one.
-
-    Whatever ends it, the thread has ended.
-    """
+    """``items``, each made by a thread on ``stream`` while the one before it is used. The thread ends with the generator."""
 
     def following() -> Item | None:
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
             item = next(items, None)
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # now it is whole, on whatever stream it is used
+                torch.cuda.current_stream(device).synchronize()  # the item is complete for any stream
         return item
 
     with contextlib.closing(items), ThreadPoolExecutor(1, "fulltilt-feed", enter_thread, (device,)) as thread:
@@ -56,13 +53,13 @@ def ahead(items: Generator[Item, None, None], device: torch.device, stream: Any)
             upcoming = thread.submit(following)
             for part in pytree.tree_leaves(made) if stream is not None else ():
                 if isinstance(part, torch.Tensor) and part.is_cuda:
-                    # Its memory was allocated for the other stream.
+                    # Allocated on the other stream.
                     part.record_stream(torch.cuda.current_stream(device))
             yield made
 
 
 class DeviceBatches:
-    """Takes batches of draws to the device, in order. The tensors belong to the caller."""
+    """Brings batches of draws to the device, in order. The tensors belong to the caller."""
 
     def __init__(self, cache: SampleCache) -> None:
         self._cache, self._device = cache, cache.device
@@ -70,13 +67,12 @@ class DeviceBatches:
         self.copies_ahead = cache.device.type == "cuda"  # on a CPU there is nothing to copy to
 
     def batches(self, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
-        """The leaves of each batch, from wherever its samples are."""
+        """The leaves of each batch, from any tier."""
         cache = self._cache
         if cache.store is not None and cache.store.on_device:
             lacking = cache.lacking(batches)
-            # What drop_last, or a tier chosen in mid-epoch, left out of the passes before is read first: a batch from
-            # the device alone needs no thread that assembles it, and with one a host that can hardly keep up with its
-            # GPU is a third slower.
+            # Samples that earlier passes left out (drop_last, a tier chosen in mid-epoch) are read first: batches from
+            # the device alone need no assembling thread, with which a busy host is a third slower.
             few = len(lacking) <= READ_FIRST_BATCHES * cache.batch_size and 2 * len(lacking) <= sum(map(len, batches))
             if len(lacking) and few:
                 for _ in self._from_source(list(torch.split(lacking, cache.batch_size)), epoch):
@@ -97,10 +93,9 @@ class DeviceBatches:
                 yield self._leaves(store.gather(picked)), drawn
 
     def _from_source(self, batches: list[torch.Tensor], epoch: int) -> Iterator[Leaves]:
-        # Forked here, on the main thread, and not in the feeding thread.
+        # Workers are forked here, on the main thread, not in the feeding thread.
         pool = self._cache.take_pool() if len(self._cache.lacking(batches)) else None
-        # Without workers the data set runs in this process: on the thread that asks, whose random generators it may
-        # use and which may draw from them at the same moment.
+        # Without workers the data set runs on the caller's thread, because both may draw from the same generators.
         by_thread = self.copies_ahead and (pool is None or pool.workers > 0)
         copied = self._copied(batches, epoch, pool, by_thread)
         if by_thread:
@@ -119,9 +114,9 @@ class DeviceBatches:
     def _copied(
         self, batches: list[torch.Tensor], epoch: int, pool: WorkerPool | None, by_thread: bool
     ) -> Generator[Copied, None, None]:
-        """Each batch on the device. Its host memory is used again: the copy is over when the next one is asked for."""
+        """Each batch on the device. Its host memory is reused when the next one is asked for."""
         device, shape = self._device, (self._cache.batch_size, self._cache.layout.row_bytes)
-        with torch.inference_mode(False):  # begun in an evaluation, it may go on outside of it
+        with torch.inference_mode(False):  # a pass begun in an evaluation may go on outside of it
             buffer = torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda" and by_thread)
         with contextlib.closing(self._cache.host_rows(batches, epoch, pool, buffer)) as assembled:
             for batch in assembled:
@@ -129,5 +124,5 @@ class DeviceBatches:
                 yield batch, words.view(torch.uint8), batch.draws.to(device, copy=True), batch.samples.to(device)
 
     def _leaves(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of a batch from its ``rows``, which nobody else uses."""
+        """The tensors of a batch from its ``rows``."""
         return [leaf.contiguous() for leaf in self._cache.layout.split(rows)]

@@ -3,15 +3,14 @@
     <cache>/<key>.partial    while it is being written; the ranks of a job write it together
     <cache>/<key>            complete; renamed, so that it exists fully or not at all
 
-A cache for one run loses its name as soon as it is made: the system frees it with the process, however that ends.
-A file holds a header (JSON, what it is and what it was made for), one checksum for each row (0 means not there), and
-the packed rows. What a killed job leaves unfinished is deleted, not taken up again.
+A cache for one run is unlinked as soon as it is made: the system frees it when the process ends.
+A file holds a header (JSON), one checksum for each row (0 means missing), and the packed rows. What a killed job
+leaves unfinished is deleted.
 
 The folder is an ``OwnedFolder``: only what its marker lists is written or removed, and no link is followed.
 
-Rows are written with ``pwrite``, not through the mapping: a full disk is then an error that can be caught, where a
-store to a mapped page would end the process with SIGBUS. A row counts when its checksum is there, which is written
-after it. Several processes may write at once, because they write the same bytes to the same places.
+Rows are written with ``pwrite``, not through the mapping, where a full disk would end the process with SIGBUS. A row
+counts once its checksum is written, after it. Several processes may write at once: they write the same bytes.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from fulltilt.store.owned_folder import MARKER, OwnedFolder, is_private, kind_of
 FORMAT = 2
 PARTIAL = ".partial"
 KIND = "cache"
-# Where the folder asked for holds other files, or anybody may write into it.
+# Used where the folder asked for holds other files, or others may write into it.
 SUB_FOLDER = "fulltilt-cache"
 HEADER_BYTES = 16 * 1024  # whole pages, on every machine
-# Of a complete cache so much is compared with its checksums: a quarter of a second, and all of a small one.
+# How much of a complete cache is compared with its checksums: a quarter of a second, and all of a small one.
 CHECKED_BYTES, CHECKED_ROWS = 256 * 1024**2, 10_000
 
 
 class CacheFull(Exception):  # noqa: N818 - an event; the job goes on without the cache
-    """There is no room left for the cache; the message says where and how much was needed."""
+    """No room is left for the cache; the message says where and how much was needed."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,10 @@ def default_cache_dir() -> Path:
 
 
 def folder_of_caches(cache_dir: Path) -> Path:
-    """Where the caches of ``cache_dir`` lie: in it when it is new, empty or Fulltilt's, else in a sub-folder."""
+    """The folder of caches: ``cache_dir`` itself if it is new, empty or Fulltilt's, else a sub-folder."""
     try:
         names = [entry.name for entry in cache_dir.iterdir() if not entry.name.startswith(MARKER + ".")]
-    except OSError:  # not there, or not to be read: what is wrong is said when it is claimed
+    except OSError:  # missing or not readable: claiming it raises the error
         return cache_dir
     ours = MARKER in names and kind_of(cache_dir) == KIND
     return cache_dir if is_private(cache_dir) and (ours or not names) else cache_dir / SUB_FOLDER
@@ -100,26 +99,26 @@ def _claim(cache_dir: Path) -> OwnedFolder:
 
 
 def _owned(cache_dir: Path) -> OwnedFolder | None:
-    """The caches' folder where it is Fulltilt's already; nothing is made."""
+    """The folder of caches if it is Fulltilt's already; nothing is made."""
     folder = folder_of_caches(cache_dir)
     return OwnedFolder(folder) if is_private(folder, follow=folder == cache_dir) and kind_of(folder) == KIND else None
 
 
 def list_caches(cache_dir: Path) -> list[CacheEntry]:
-    """Every cache that Fulltilt has made for ``cache_dir``, the most recently used first."""
+    """All caches for ``cache_dir``, the most recently used first."""
     owned = _owned(cache_dir)
     entries = [entry for name in owned.entries() if (entry := _read_entry(owned.path / name))] if owned else []
     return sorted(entries, key=lambda entry: -entry.used_at_s)
 
 
 def remove(entry: CacheEntry) -> bool:
-    """Delete a cache; False if a running job uses it, if it is not Fulltilt's any more, or if it may not be."""
+    """Delete a cache; False if a job uses it, if it is not Fulltilt's, or if that is not permitted."""
     now = _read_entry(entry.path)
     return not (now and now.in_use) and OwnedFolder(entry.path.parent).remove(entry.path)
 
 
 def sweep(cache_dir: Path) -> int:
-    """Delete what killed runs left unfinished, and what is no cache of this version; returns how many."""
+    """Delete unfinished caches of killed runs and caches of other versions; returns how many."""
     owned = _owned(cache_dir)
     if owned is None:
         return 0
@@ -128,7 +127,7 @@ def sweep(cache_dir: Path) -> int:
 
 
 def _sweep(owned: OwnedFolder) -> int:
-    """The caller has the lock: nobody is making a cache at this moment."""
+    """The caller has the lock, under which caches are made."""
     removed = 0
     for name in owned.entries():
         entry = _read_entry(owned.path / name)
@@ -138,16 +137,13 @@ def _sweep(owned: OwnedFolder) -> int:
 
 
 def room_bytes(cache_dir: Path) -> int | None:
-    """What a cache may take: half of the free disk, so that caches never fill it; None if it cannot be asked.
-
-    What all caches take counts as room: the one that is looked for may be among them.
-    """
+    """Half of the free disk, plus the caches there: the one wanted may be among them; None if not known."""
     free = free_disk_bytes(cache_dir)
     return None if free is None else free // 2 + sum(entry.size_bytes for entry in list_caches(cache_dir))
 
 
 def free_disk_bytes(folder: Path) -> int | None:
-    """Free bytes of the file system that ``folder`` lies or would lie on; None if it cannot be asked."""
+    """Free bytes of the file system of ``folder``, which need not exist; None if not known."""
     for existing in (folder, *folder.parents):
         try:
             return shutil.disk_usage(existing).free
@@ -173,7 +169,7 @@ def _read_entry(path: Path) -> CacheEntry | None:
 
 
 def _open_file(path: Path, flags: int) -> int:
-    """A descriptor of a plain file; no link is followed, and a second name of a file is refused."""
+    """A descriptor of a plain file. Raises OSError for symbolic and hard links."""
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
@@ -183,9 +179,9 @@ def _open_file(path: Path, flags: int) -> int:
 
 
 def _is_locked(fd: int) -> bool:
-    """Whether a process has the cache open: it holds a shared lock, which the kernel ends at a kill too."""
+    """Whether a process has the cache open, and so holds a shared lock."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back with the descriptor
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the descriptor
     except OSError:
         return True
     return False
@@ -195,15 +191,15 @@ def _is_locked(fd: int) -> bool:
 
 
 class DiskStore(Store):
-    """Rows of one data set in a mapped file. Raises OSError where there is none, CacheFull when the disk is full."""
+    """Rows of one data set in a mapped file. Raises OSError, and CacheFull when the disk is full."""
 
     def __init__(self, owned: OwnedFolder, name: str, samples: int, row_bytes: int) -> None:
         self.complete = not name.endswith(PARTIAL)
         self._owned, self._name, self._row_bytes = owned, name, row_bytes
-        # A complete cache is only read, and may lie where this user cannot write.
+        # A complete cache may be read-only for this user.
         self._fd = _open_file(self.path, os.O_RDONLY if self.complete else os.O_RDWR)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH)  # waits for one who only asks whether it is in use
+            fcntl.flock(self._fd, fcntl.LOCK_SH)  # waits for `_is_locked`
             self._rows_at, size = _places(samples, row_bytes)
             if os.fstat(self._fd).st_size != size:
                 raise OSError(errno.EINVAL, "cut short")
@@ -216,11 +212,11 @@ class DiskStore(Store):
 
     @property
     def path(self) -> Path:
-        """Where the file lies."""
+        """The path of the file."""
         return self._owned.path / self._name
 
     def has(self, indices: torch.Tensor) -> torch.Tensor:
-        """Which of ``indices`` are there, those written by other ranks included."""
+        """Which of ``indices`` are there, also those written by other ranks."""
         return self._marks[indices] != 0
 
     def write(self, indices: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None = None) -> None:  # noqa: ARG002
@@ -231,7 +227,6 @@ class DiskStore(Store):
                 _write_fully(self._fd, data, self._rows_at + index * self._row_bytes)
                 _write_fully(self._fd, _mark(data).to_bytes(4, "little"), HEADER_BYTES + index * 4)
         except OSError as error:
-            # Whatever ails the disk, training goes on from the source.
             raise CacheFull(f"{self._owned.path} cannot be written ({error.strerror})") from error
 
     def finish(self) -> bool:
@@ -251,12 +246,12 @@ class DiskStore(Store):
         final = self._name.removesuffix(PARTIAL)
         with self._owned.locked("", wait=True):
             if not os.path.lexists(self._owned.path / final) and self._owned.owns(self._name):
-                self._owned.move(self._name, final, growing=True)  # its time will tell when it was used last
-        if os.path.lexists(self._owned.path / final):  # else it was cleared meanwhile; its rows can still be read
+                self._owned.move(self._name, final, growing=True)  # its time says when it was last used
+        if os.path.lexists(self._owned.path / final):  # else it was cleared; its rows can still be read
             self._name = final
 
     def first_damaged(self) -> int | None:
-        """A row that is not what was written, among as many as can be read in a moment."""
+        """A row that fails its checksum, among as many as can be read in a moment."""
         samples, row_bytes = self.rows.shape
         for index in spread(samples, max(1, min(CHECKED_ROWS, CHECKED_BYTES // row_bytes))):
             if int(self._marks[index]) & 0xFFFFFFFF != _mark(memory_of(self.rows[index])):
@@ -270,7 +265,7 @@ class DiskStore(Store):
             os.close(self._fd)
 
     def delete_file(self) -> bool:
-        """Delete the cache at once; rows that are there can be read until it is closed. False when it is not ours."""
+        """Delete the file; its rows can be read until it is closed. False when it is not ours."""
         return self._owned.remove(self._name)
 
 
@@ -282,9 +277,9 @@ def open_cache(
     *,
     keep: bool = True,
 ) -> tuple[DiskStore, str]:
-    """The cache of the data set ``label``: found, shared or new; and in words which.
+    """The cache of the data set ``label``, and whether it was found, shared or new, in words.
 
-    ``keep`` False: a new one, for this run only. Raises CacheFull if it does not fit or a foreign file is in its place,
+    ``keep`` False: a new one, for this run only. Raises CacheFull if it does not fit or a foreign file has its name,
     UsageError or MachineError if the folder cannot be written.
     """
     owned = _claim(cache_dir)
@@ -292,7 +287,7 @@ def open_cache(
     name = hashlib.blake2b(named, digest_size=16).hexdigest() if keep else f"run-{os.urandom(8).hex()}"
     try:
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(PermissionError):  # where nothing may be written, nobody makes a cache
+            with contextlib.suppress(PermissionError):  # a read-only folder needs no lock
                 stack.enter_context(owned.locked("", wait=True))
             store, how = _find(owned, name, layout, samples)
             if store is None:
@@ -318,7 +313,7 @@ def open_cache(
 
 
 def _find(owned: OwnedFolder, final: str, layout: Layout, samples: int) -> tuple[DiskStore | None, str]:
-    """The complete cache of this name, or the one that other ranks are writing; what is of no use is deleted."""
+    """The complete cache of this name, or the one that other ranks are writing; useless ones are deleted."""
     how = "new"
     for name in (final, final + PARTIAL):
         path, entry = owned.path / name, _read_entry(owned.path / name)
@@ -328,7 +323,7 @@ def _find(owned: OwnedFolder, final: str, layout: Layout, samples: int) -> tuple
                 if not entry.complete:
                     return store, "shared with other processes"
                 if (damaged := store.first_damaged()) is None:
-                    with contextlib.suppress(OSError):  # somebody else's: not for us to say when it was used
+                    with contextlib.suppress(OSError):  # of another user
                         os.utime(store._fd)
                     return store, "found"
                 store.delete_file()
@@ -356,13 +351,13 @@ def _create(owned: OwnedFolder, name: str, label: str, layout: Layout, samples: 
 
 
 def _places(samples: int, row_bytes: int) -> tuple[int, int]:
-    """Where the rows begin in the file, on a page of their own, and how long it is."""
+    """Where the rows begin in the file, at a page, and its size."""
     rows_at = -(-(HEADER_BYTES + samples * 4) // HEADER_BYTES) * HEADER_BYTES
     return rows_at, rows_at + samples * row_bytes
 
 
 def _mapped(fd: int, size: int) -> torch.Tensor:
-    """The file as bytes. Nothing is ever stored through the mapping: torch has no read-only tensors, and warns."""
+    """The file as bytes. It is only read, but torch has no read-only tensors, and warns."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return torch.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_READ), dtype=torch.uint8)

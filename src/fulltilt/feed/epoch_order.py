@@ -1,4 +1,4 @@
-"""Which samples make up which batch, and where a loader stands: the same for every worker count, tier and resume."""
+"""The samples of each batch, and the position of a loader: the same for any workers, tier and resume."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Draws = TypeVar("Draws", torch.Tensor, int)
 
 
 def numbered(batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The draws that ``batches`` of sample numbers are, in their order."""
+    """``batches`` of sample numbers as draws: the n-th draw of a sample has n in its high bits."""
     if not batches:
         return batches
     every = torch.cat(batches)
     if len(every) == 0 or _each_once(every):
         return batches
-    # Stable, so that equal numbers stay in the order in which they are drawn.
+    # Stable, so that equal numbers stay in the order of their draws.
     ordered, places = torch.sort(every, stable=True)
     begins = torch.ones_like(ordered, dtype=torch.bool)
     begins[1:] = ordered[1:] != ordered[:-1]
@@ -42,7 +42,7 @@ def numbered(batches: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _each_once(samples: torch.Tensor) -> bool:
-    """Whether no sample is among them twice: as nearly always, and told without sorting a hundred million."""
+    """Whether no sample is among them twice, without sorting a hundred million."""
     there = torch.zeros(int(samples.max()) + 1, dtype=torch.bool)
     there[samples] = True
     return int(there.sum()) == len(samples)
@@ -57,7 +57,7 @@ RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class BatchOrder(Protocol):
-    """What a loader asks for the samples of its batches."""
+    """Decides on the samples of a loader's batches."""
 
     @property
     def batch_size(self) -> int:
@@ -76,10 +76,10 @@ class BatchOrder(Protocol):
 
 @dataclass(frozen=True)
 class Order:
-    """The plan from which every epoch's batches follow.
+    """The order of samples in every epoch.
 
-    Without a sampler the order is that of ``torch.utils.data.DistributedSampler`` with the same seed, so that
-    a job can change over in mid-training; on one rank no sample is repeated.
+    Without a sampler it is that of ``torch.utils.data.DistributedSampler`` with the same seed, so that a job can switch
+    in mid-training; on one rank no sample is repeated.
     """
 
     samples: int
@@ -101,7 +101,7 @@ class Order:
     def epoch_indices(self, epoch: int) -> torch.Tensor:
         """The indices that this rank draws in ``epoch``, as int64."""
         if self.sampler is not None:
-            # Those of torch know of no ranks: from one seed, all ranks would draw the same samples.
+            # torch's do not know their rank: with one seed, all ranks would draw the same samples.
             apart = self.rank if type(self.sampler) in RANDOM_SAMPLERS else 0
             return _numbers(_asked(self.sampler, self.seed, epoch, self.samples, apart), self.samples)
         if self.shuffle:
@@ -124,7 +124,7 @@ class Order:
         return count // self.batch_size if self.drop_last else math.ceil(count / self.batch_size)
 
     def share(self, indices: torch.Tensor) -> torch.Tensor:
-        """This rank's part. Every rank gets equally many, by repeating the first few: unequal ranks would hang DDP."""
+        """This rank's part. All ranks get equally many, by repeating the first few: unequal ranks would hang DDP."""
         if self.world_size == 1:
             return indices
         total = math.ceil(len(indices) / self.world_size) * self.world_size
@@ -133,7 +133,7 @@ class Order:
 
 
 def draws_of(order: BatchOrder, epoch: int) -> list[torch.Tensor]:
-    """The batches of ``epoch`` as draws; only a sampler can repeat samples, others cost nothing."""
+    """The batches of ``epoch`` as draws; only a sampler can repeat samples."""
     batches = order.batches(epoch)
     return batches if isinstance(order, Order) and order.sampler is None else numbered(batches)
 
@@ -154,13 +154,12 @@ def _numbers(drawn: list[Any], samples: int) -> torch.Tensor:
 
 
 def _asked(sampler: Iterable[Any], seed: int, epoch: int, samples: int, apart: int = 0) -> list[Any]:
-    """What ``sampler`` gives in ``epoch``: the same again for a run that goes on in the middle of it.
+    """What ``sampler`` gives in ``epoch``; the same after a resume in the middle of it.
 
-    Samplers draw from the global generators, which stand elsewhere by then: they are set for it, and put back.
+    Samplers draw from the global generators, which are seeded for it and restored.
     """
-    tell = getattr(sampler, "set_epoch", None)
-    if callable(tell):
-        tell(epoch)
+    if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+        set_epoch(epoch)
     generators = Generators(sampler)  # it may have one of its own
     most = max(2 * (len(sampler) if isinstance(sampler, Sized) else 0), 64 * samples + 100_000)
     try:
@@ -168,7 +167,7 @@ def _asked(sampler: Iterable[Any], seed: int, epoch: int, samples: int, apart: i
             generators.seed(sample_seed(seed, epoch, apart))
             given = list(itertools.islice(sampler, most + 1))
     except TypeError as error:
-        raise UsageError(f"the sampler cannot be asked for samples: {error}") from error
+        raise UsageError(f"the sampler cannot be iterated: {error}") from error
     if len(given) > most:
         raise UsageError(
             f"the sampler does not end: it has given {most} for the {samples} samples there are",
@@ -178,12 +177,12 @@ def _asked(sampler: Iterable[Any], seed: int, epoch: int, samples: int, apart: i
 
 
 def step_samples(order: BatchOrder) -> int | None:
-    """Samples of a batch on all ranks together; None where somebody else decides on the batches."""
+    """Samples of a batch over all ranks; None where a sampler or trainer decides on them."""
     return order.batch_size * order.world_size if isinstance(order, Order) and order.sampler is None else None
 
 
 def is_whole(number: Any, at_least: int = 0) -> bool:
-    """Whether it is a whole number (NumPy has some of its own) of ``at_least`` so many, and none beyond all reason."""
+    """Whether it is a whole number, of Python or NumPy, from ``at_least`` to 2**31."""
     return type(number) is not bool and isinstance(number, Integral) and at_least <= int(number) < 2**31
 
 
@@ -194,7 +193,7 @@ def require(name: str, given: Any, right: bool, expected: str) -> None:
 
 
 def every_batch_counts(order: BatchOrder) -> bool:
-    """Whether somebody waits for each batch: other ranks, or a trainer that made the order itself."""
+    """Whether no batch may be left out: with several ranks, or under a trainer with an order of its own."""
     return not isinstance(order, Order) or order.world_size > 1
 
 
@@ -206,33 +205,33 @@ def spread(samples: int, count: int) -> Iterator[int]:
 
 
 class PositionedLoader:
-    """What the loaders of the feed have in common: where they stand, and that they can be closed.
+    """The base of the feed's loaders: their position, and closing them.
 
-    ``_at`` is the epoch and number of the batch that comes next, ``_next`` where the next pass begins.
+    ``_at`` is the epoch and number of the next batch, ``_next`` those with which the next pass begins.
     """
 
     def __init__(self) -> None:
         self._at = self._next = 0, 0
-        self._positioned = False  # whether somebody has said where the next pass begins
-        self._told: int | None = None  # the epoch that the sampler was told last
+        self._positioned = False  # whether the next pass has been set
+        self._sampler_epoch: int | None = None  # the sampler's in the last pass
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration draws. Without it each iteration draws the epoch after the last one."""
+        """Set the epoch of the next iteration. By default it is the one after the last."""
         self.begin_at(epoch, 0)
 
     def begin_at(self, epoch: int, batch: int) -> None:
-        """Let the next iteration begin with batch number ``batch`` of ``epoch``. Raises UsageError."""
+        """Begin the next iteration with batch number ``batch`` of ``epoch``. Raises UsageError."""
         self._at = self._next = position(epoch, batch)
         self._positioned = True
 
     def _begin(self, sampler: Any = None) -> tuple[int, int]:
-        """Epoch and batch of a pass that begins: as told here, else as ``sampler`` was told, else the next one."""
+        """Epoch and batch of a new pass: as set here, else by the sampler's set_epoch, else the next epoch."""
         epoch, start = self._next
-        told: Any = getattr(sampler, "epoch", None)  # as DistributedSampler's set_epoch keeps it
-        heeds = callable(getattr(sampler, "set_epoch", None)) and is_whole(told) and told != self._told
-        if heeds and not self._positioned:
-            epoch, start = int(told), 0
-        self._told, self._positioned = epoch, False
+        theirs: Any = getattr(sampler, "epoch", None)  # set by DistributedSampler.set_epoch
+        was_set = callable(getattr(sampler, "set_epoch", None)) and is_whole(theirs) and theirs != self._sampler_epoch
+        if was_set and not self._positioned:
+            epoch, start = int(theirs), 0
+        self._sampler_epoch, self._positioned = epoch, False
         self._next = epoch + 1, 0
         self._at = epoch, start
         return self._at
@@ -244,7 +243,7 @@ class PositionedLoader:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
 
     def __enter__(self) -> Self:
         return self
@@ -254,21 +253,21 @@ class PositionedLoader:
 
 
 def position(epoch: int, batch: int) -> tuple[int, int]:
-    """Both as they are, where a pass can begin. Raises UsageError: from -1 on it would be the last batch alone."""
+    """Both as ints. Raises UsageError unless they are whole numbers of at least 0."""
     if not (is_whole(epoch) and is_whole(batch)):
         raise UsageError(f"batch {batch!r} of epoch {epoch!r}: both must be whole numbers of at least 0")
     return int(epoch), int(batch)
 
 
 def saved_position(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Epoch and number of the next batch in a loader's ``state``. Raises UsageError if it is none."""
+    """Epoch and number of the next batch in a loader's ``state``. Raises UsageError for anything else."""
     if not isinstance(state, Mapping) or not {"epoch", "batch"} <= state.keys():
         raise UsageError("this is not the state of a loader: it has no epoch and batch")
     return position(state["epoch"], state["batch"])
 
 
 def resumed_at(state: Mapping[str, Any], order: BatchOrder) -> tuple[int, int]:
-    """Epoch and number of the next batch of ``order`` after a loader's ``state``. Raises UsageError if it has none."""
+    """Epoch and number of the next batch of ``order`` after a loader's ``state``. Raises UsageError."""
     epoch, batch = saved_position(state)
     if (seed := state.get("seed", order.seed)) != order.seed:
         raise UsageError(f"the saved loader had seed {seed}, this one has {order.seed}")
@@ -278,7 +277,7 @@ def resumed_at(state: Mapping[str, Any], order: BatchOrder) -> tuple[int, int]:
     if batch * saved % mine:
         raise UsageError(
             f"the saved loader stands after {batch * saved} samples, in the middle of a batch of {mine}",
-            "Go on with the batch size and ranks that it had, or begin the epoch anew with set_epoch.",
+            "Resume with the same batch size and ranks, or restart the epoch with set_epoch.",
         )
     return epoch, batch * saved // mine
 

@@ -1,8 +1,8 @@
 """``feed.hdf5``: batches from HDF5 files, kept in memory where they fit, else streamed in blocks.
 
-Kept: every row is read once, in blocks of whole chunks, before the first batch, and lies on the device or in host
-memory as it is in the HDF5 file. Samples are gathered by their numbers; windows that overlap share rows.
-Streamed: blocks are drawn in random order, a group of them is mixed, and the next group is read meanwhile.
+Kept: every row is read once before the first batch, in blocks of whole chunks, into device or host memory. Samples are
+gathered by their numbers; overlapping windows share rows.
+Streamed: blocks are read in random order, a group of them is shuffled while the next group is read.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fulltilt.feed.sample_store import device_or_default
 from fulltilt.feed.tiers import Residency, choose_tier, measure_room
 from fulltilt.feed.worker_pool import WorkerPool, asked_workers
 
-# Rows that are mixed with each other when they are streamed: a gigabyte of them, unless the user asks for more.
+# Bytes of streamed rows that are shuffled together, unless ``mixing_rows`` is given.
 MIXING_BYTES = 1024**3
-# Several batches are gathered at once, as long as they take no more than this: each gather costs the host a launch.
+# So much is gathered at once, in whole batches: each gather costs the host a launch.
 AT_ONCE_BYTES = 256 * 1024**2
-# Compiled models copy what lies elsewhere.
+# Compiled models copy tensors at other addresses.
 ALIGNMENT_BYTES = 16
 
-# Rows of each key, the row in them with which each sample begins, and the samples' numbers in the whole; in order.
+# Rows of each key, the first row of each sample in them, and the samples' numbers; in order.
 Samples = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]
 # The number of a block, and which of its samples: from and to.
 BlockPart = tuple[int, int, int]
@@ -45,10 +45,10 @@ Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 class Hdf5Loader(PositionedLoader):
     """A loader whose batches are tuples of the ``keys``' tensors (one tensor for one key), on the device.
 
-    ``window``: a sample is that many rows, ``stride`` apart; keys not in ``window_keys`` (default: the first) give the
-    value at the window's last row. ``part``: which share of each file's rows, from and to. ``mixing_rows``: rows that
-    are mixed with each other when they are streamed. Raises UsageError, DataError, DoesNotFit.
-    Its ``tier`` is where rows live; ``mixing`` says how many samples a shuffle mixes.
+    ``window``: a sample is that many rows; samples begin ``stride`` rows apart. Keys not in ``window_keys`` (default:
+    the first) give the value at the window's last row. ``part``: the share of each file's rows, from and to.
+    ``mixing_rows``: streamed rows that are shuffled together. Raises UsageError, DataError, DoesNotFit.
+    ``tier`` is where the rows are kept, ``mixing`` the number of samples that are shuffled together.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class Hdf5Loader(PositionedLoader):
         self._augment = as_augmentation(augment)
         self._blocks = source.blocks()
         self._reader = BlockReader(source, self._blocks)
-        # The rows are on a disk as they are: no second copy is made of them there, they are streamed from it.
+        # The rows are on a disk already: residency "disk" streams them from there.
         room = measure_room(device, None, reserve_bytes=reserve_bytes)
         asked = "none" if residency == "disk" else residency
         tier = choose_tier(sum(block.rows for block in self._blocks) * source.row_bytes, room, asked).tier
-        self.tier = "ram" if tier == "pinned" else tier  # a gather in host memory ends in pinned memory anyway
+        self.tier = "ram" if tier == "pinned" else tier  # gathered rows are pinned anyway
         self._where = device if self.tier in ("vram", "none") else torch.device("cpu")
         largest = sorted((block.samples for block in self._blocks), reverse=True)
         per_group = (mixing_rows or MIXING_BYTES // source.row_bytes) // max(block.rows for block in self._blocks)
@@ -119,9 +119,9 @@ class Hdf5Loader(PositionedLoader):
                 batch: Any = parts[0] if len(parts) == 1 else tuple(parts)
                 yield batch if self._augment is None else self._augment(batch, self.order.seed, epoch, numbers)
 
-    @torch.inference_mode(False)  # filled in an evaluation, the rows have to be of use to other threads
+    @torch.inference_mode(False)  # rows filled in an evaluation are used outside of it
     def fill(self) -> None:
-        """Read every row into its tier now, instead of before the first batch. Nothing to do for streamed rows."""
+        """Read every row into its tier now, instead of before the first batch; nothing for streamed rows."""
         if self.tier == "none" or self._kept is not None:
             return
         everything = [(number, 0, block.samples) for number, block in enumerate(self._blocks)]
@@ -131,7 +131,7 @@ class Hdf5Loader(PositionedLoader):
         self._kept = columns, starts.to(self._where)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory and end the workers."""
         self._kept = self._upcoming = None
         while self._idle:
             self._idle.pop().close()
@@ -145,23 +145,23 @@ class Hdf5Loader(PositionedLoader):
         yield columns, starts[indices], indices
 
     def _drawn(self, epoch: int) -> torch.Tensor:
-        """This rank's samples of ``epoch``; those of the next are drawn meanwhile, which takes seconds for millions."""
+        """This rank's samples of ``epoch``; a thread draws the next epoch, which takes seconds for millions."""
         begun, upcoming = self._upcoming or (None, None)
         indices = upcoming.result() if upcoming and begun == epoch else _draw(self.order, epoch, self._where)
-        # Not a method, which would keep this loader alive.
+        # Not a method, which would hold this loader.
         self._upcoming = epoch + 1, self._drawing.submit(_draw, self.order, epoch + 1, self._where)
         return indices.to(self._where, non_blocking=True)
 
     # ----------------------------------------------------------------- streamed rows
 
     def _streamed(self, epoch: int, first: int) -> Generator[Samples, None, None]:
-        # Forked here, on the caller's thread, and kept for the next pass; an iterator put aside has its own.
+        # Forked here, on the caller's thread, and kept for the next pass. A second iterator gets workers of its own.
         pool = self._idle.pop() if self._idle else self._pool()
         yield from ahead(self._groups(pool, epoch, first), self.device, self._stream)
         self._idle.append(pool)
 
     def _groups(self, pool: WorkerPool, epoch: int, first: int) -> Generator[Samples, None, None]:
-        """This rank's blocks in groups, the samples of each group mixed, from batch number ``first`` on."""
+        """This rank's blocks in groups, with the samples of each group shuffled, from batch number ``first`` on."""
         seed, used, groups = mix(self.order.seed, epoch), first * self.order.batch_size, []
         mine = self._share(seed)
         for start in range(0, len(mine), self._per_group):
@@ -177,7 +177,7 @@ class Hdf5Loader(PositionedLoader):
                 yield columns, starts[order].to(self.device), numbers[order].to(self.device)
 
     def _share(self, seed: int) -> list[BlockPart]:
-        """This rank's blocks, and which of their samples: every rank has as many, whatever the sizes of the blocks."""
+        """This rank's blocks, and which of their samples; every rank has equally many samples."""
         share = self.source.samples // self.order.world_size
         low, mine, before = self.order.rank * share, [], 0
         for number in self._mixed(len(self._blocks), seed).tolist():
@@ -195,7 +195,7 @@ class Hdf5Loader(PositionedLoader):
     # ----------------------------------------------------------------- reading
 
     def _pool(self) -> WorkerPool:
-        """Processes that read whole blocks; more slots than processes, so that none waits for a copy."""
+        """Processes that read whole blocks, with more slots than processes, so that none waits for a copy."""
         slots = max(2, 2 * self.workers)
         return WorkerPool(
             self._reader, self._reader.block_bytes, 1, workers=self.workers, slots=slots, device=self.device
@@ -214,7 +214,7 @@ class Hdf5Loader(PositionedLoader):
                         torch.cuda.current_stream(self.device).synchronize()
 
     def _loaded(self, arriving: Iterable[torch.Tensor], group: list[BlockPart]) -> Samples:
-        """The rows of all blocks of ``group``, and those of their samples that are asked for."""
+        """The rows of all blocks of ``group``, and the samples that are asked for."""
         rows = sum(self._blocks[number].rows for number, _, _ in group)
         described = self.source.columns
         columns = [torch.empty((rows, *one.shape), dtype=one.dtype, device=self._where) for one in described]
@@ -231,7 +231,7 @@ class Hdf5Loader(PositionedLoader):
     # ----------------------------------------------------------------- batches
 
     def _batches(self, groups: Generator[Samples, None, None]) -> Generator[Batch, None, None]:
-        """Batches on the device and the numbers of their samples. One that a group cannot fill takes from the next."""
+        """Batches on the device and the numbers of their samples. A batch may span two groups."""
         size, pieces = self.order.batch_size, list[Batch]()
         with contextlib.closing(groups):
             for columns, starts, numbers in groups:
@@ -246,7 +246,7 @@ class Hdf5Loader(PositionedLoader):
             yield _joined(pieces)
 
     def _cut(self, columns: list[torch.Tensor], starts: torch.Tensor, numbers: torch.Tensor) -> Iterator[Batch]:
-        """Batches of the samples that begin at ``starts``; for each of them the host only takes views."""
+        """Batches of the samples that begin at ``starts``, as views of larger gathers."""
         if not len(starts):
             return iter(())
         size = self.order.batch_size
@@ -257,7 +257,7 @@ class Hdf5Loader(PositionedLoader):
         return zip(zip(*keys, strict=True), torch.split(numbers.to(self.device), size), strict=True)
 
     def _gathered(self, samples: torch.Tensor, starts: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The entries ``starts`` of ``samples`` on the device, a batch at a time, as many at once as memory allows."""
+        """The entries ``starts`` of ``samples`` on the device, batch by batch; several batches are gathered at once."""
         size = self.order.batch_size
         batch_bytes = size * samples[:1].numel() * samples.element_size()
         at_once = 1 if batch_bytes % ALIGNMENT_BYTES else max(1, AT_ONCE_BYTES // max(1, batch_bytes))
@@ -269,8 +269,7 @@ class Hdf5Loader(PositionedLoader):
 
 
 def _as_samples(rows: torch.Tensor, window: int | None, whole: bool) -> torch.Tensor:
-    """``rows`` so that the sample that begins with row r is entry r: all rows of its window, or (not ``whole``) the
-    last; nothing is copied."""
+    """A view of ``rows``: entry r is the window that begins at row r, or if not ``whole`` its last row."""
     if window is None:
         return rows
     if not whole:
@@ -287,7 +286,7 @@ def _joined(pieces: list[Batch]) -> Batch:
 
 def _draw(order: Order, epoch: int, device: torch.device) -> torch.Tensor:
     indices = order.epoch_indices(epoch)
-    # From other memory a copy would wait until all that was launched is done.
+    # Pinned: other copies would wait for all launched kernels.
     return indices.pin_memory() if device.type == "cuda" else indices
 
 

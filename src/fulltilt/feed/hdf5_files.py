@@ -17,16 +17,16 @@ import torch
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.sample_reader import Failure
 
-# A block is large enough to amortise a read call and a copy, and small enough that several fit beside a batch.
+# Large enough to amortise a read call and a copy, and small enough for several in memory.
 BLOCK_BYTES = 8 * 1024**2
-# Blocks have room for a multiple of so many rows: then every key of a block begins at such a multiple of bytes.
+# Blocks hold a multiple of so many rows, so that every key in a block is aligned.
 ROWS_ALIGNMENT = 16
-DAMAGED = "The file is cut or damaged, or links to one that is gone: copy it anew."
+DAMAGED = "The file is cut off or damaged, or links to a missing one: copy it again."
 _BRING = "Put the file back where it was, or copy all rows into one file."
 
 
 def _kind(dtype: Any) -> str:
-    """What is no number, in words."""
+    """A dtype that is not numeric, in words."""
     if dtype.names:
         return f"records of {', '.join(dtype.names)}"
     if (dtype.metadata or {}).get("vlen") in (str, bytes) or dtype.kind in "SU":
@@ -35,7 +35,7 @@ def _kind(dtype: Any) -> str:
 
 
 def require_h5py() -> Any:
-    """The module h5py. Raises UsageError that says what to install."""
+    """The module h5py. Raises UsageError with the line that installs it."""
     try:
         import h5py
     except ImportError as error:
@@ -45,7 +45,7 @@ def require_h5py() -> Any:
 
 @dataclass(frozen=True)
 class Column:
-    """One key of the files: what a row of it is."""
+    """One key of the files: shape and dtype of its rows."""
 
     key: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Column:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Consecutive rows of one file: all rows of the samples that begin in some of its chunks."""
+    """Consecutive rows of one file: those of all samples that begin in some of its chunks."""
 
     file: str
     row: int
@@ -73,7 +73,7 @@ class RowBlock:
 class Hdf5Table:
     """Files and keys as one long table. Sample s is ``window`` rows from row ``s * stride`` on, within one file.
 
-    ``rows`` counts the rows of each file that are used, from row ``first`` of it on.
+    Of each file ``rows`` rows are used, from row ``first`` on.
     """
 
     files: tuple[str, ...]
@@ -85,7 +85,7 @@ class Hdf5Table:
 
     @property
     def samples(self) -> int:
-        """Samples of all files together; no window crosses from one file into the next."""
+        """Samples of all files; no window spans two files."""
         return sum(self._samples_of(count) for count in self.rows)
 
     @property
@@ -97,7 +97,7 @@ class Hdf5Table:
         return max(0, (rows - (self.window or 1)) // self.stride + 1)
 
     def blocks(self, block_bytes: int = BLOCK_BYTES) -> list[RowBlock]:
-        """All samples in blocks: those that begin in the same few chunks are in one block."""
+        """All samples in blocks: one for those that begin in the same few chunks."""
         chunk = max(column.chunk_rows for column in self.columns)
         size = max(1, block_bytes // self.row_bytes // chunk) * chunk
         found: list[RowBlock] = []
@@ -121,7 +121,7 @@ def describe(
     stride: int,
     part: tuple[float, float] = (0.0, 1.0),
 ) -> Hdf5Table:
-    """Look at the files without reading rows; ``part`` is the share of each file's rows to use, from and to.
+    """Describe the files without reading rows; ``part`` is the share of each file's rows to use, from and to.
 
     Raises UsageError for wrong names, DataError for damage.
     """
@@ -138,7 +138,7 @@ def describe(
     for name in names:
         if not Path(name).exists():
             raise UsageError(f"the HDF5 file {name} does not exist")
-        if not Path(name).is_file():  # the library would wait at a pipe
+        if not Path(name).is_file():  # h5py would hang on a pipe
             raise UsageError(f"the HDF5 file {name} is no plain file")
         try:
             with h5py.File(name, "r") as file:
@@ -171,9 +171,9 @@ def describe(
 
 
 class BlockReader:
-    """Reads blocks by number for a WorkerPool: the keys of a block lie one after the other in its bytes.
+    """Reads blocks by number for a WorkerPool; the bytes of a block hold its keys one after the other.
 
-    Files are opened by the process that reads: a handle inherited across a fork shares its position and locks.
+    Each process opens the files itself: a handle from before a fork shares position and locks.
     """
 
     def __init__(self, source: Hdf5Table, blocks: list[RowBlock]) -> None:
@@ -227,7 +227,7 @@ def _column(file: Any, name: str, key: str) -> Column:
     for source in data.virtual_sources() if data.is_virtual else ():
         _refuse_missing(name, key, source.file_name, source.dset_name)
     try:
-        # Whatever the byte order of the file, rows are read in that of the machine.
+        # Rows are read in the machine's byte order.
         dtype = torch.from_numpy(numpy.empty(0, dtype=data.dtype.newbyteorder("="))).dtype
     except TypeError as error:
         raise DataError(
@@ -242,7 +242,7 @@ def _column(file: Any, name: str, key: str) -> Column:
 
 
 def _refuse_missing(name: str, key: str, other: str, inner: str) -> None:
-    """Raise DataError where a virtual data set takes rows from what is not there: the library would give zeros."""
+    """Raise DataError for a virtual data set with a missing source, for which h5py would return zeros."""
     if other == "." or "%b" in other + inner:  # the file itself; as many files as there are
         return
     found = next((path for path in (Path(other), Path(name).parent / other) if path.exists()), Path(other))

@@ -1,6 +1,6 @@
 """``feed.loader``: iterates like a DataLoader, and yields batches that are already on the device.
 
-declared stages          ``decode`` runs once while the first epoch trains, its samples are then served from their tier;
+declared stages          ``decode`` runs once, in the first epoch; its samples are then served from their tier;
                          ``augment`` runs on the device on every draw, seeded by (seed, epoch, index)
 plain data set           kept if a check finds it deterministic (``dataset_check.py``)
 random data set          read by workers on every draw, each sample seeded by (seed, epoch, index); nothing is kept
@@ -41,7 +41,7 @@ from fulltilt.feed.sample_store import device_or_default
 from fulltilt.feed.tiers import Residency, Tier
 from fulltilt.feed.worker_pool import asked_workers
 
-# What a DataLoader can be told and the feed decides by itself, so that one can stand in for the other in a script.
+# Arguments of a DataLoader that are accepted and have no effect.
 DECIDED_HERE = frozenset(
     {
         *("pin_memory", "pin_memory_device", "persistent_workers", "prefetch_factor"),
@@ -75,12 +75,12 @@ def loader(
 ) -> FeedLoader:
     """A loader over ``dataset`` whose batches are on ``device`` (default: the current GPU, else the CPU).
 
-    ``decode`` is the stage that is the same every time: ``decode(dataset[i])`` is kept. ``augment`` runs on the device,
+    ``decode`` is the deterministic stage: ``decode(dataset[i])`` is kept. ``augment`` runs on the device,
     seeded by (seed, epoch, sample), and is never kept. ``cache_key`` names the data and the version of ``decode`` for a
-    disk cache that the next run finds. A data set of which nothing is declared is kept if a check finds it
-    deterministic. ``residency`` is the tier the decoded samples live on; ``reserve_bytes`` the VRAM to leave for the
-    model (default: known after three steps). What else a DataLoader takes about workers and pinning may stay in the
-    call. Raises UsageError, DataError, DoesNotFit.
+    disk cache that the next run finds. Without ``decode`` the data set is kept if a check finds it deterministic.
+    ``residency`` is the tier that keeps the samples; ``reserve_bytes`` the VRAM to leave for the model (default:
+    measured after three steps). A DataLoader's other arguments for workers and pinning have no effect.
+    Raises UsageError, DataError, DoesNotFit.
     """
     if unknown := sorted(of_a_dataloader.keys() - DECIDED_HERE):
         raise UsageError(
@@ -131,7 +131,7 @@ def loader(
 
 
 class FeedLoader(PositionedLoader):
-    """What ``feed.loader`` returns. ``notes`` collects in words what it decided; ``tier`` is where the samples live."""
+    """What ``feed.loader`` returns. ``notes`` says what it decided; ``tier`` is where the samples are kept."""
 
     def __init__(self, order: BatchOrder, cache: SampleCache, augment: Augmentation | None) -> None:
         super().__init__()
@@ -144,12 +144,12 @@ class FeedLoader(PositionedLoader):
 
     @property
     def tier(self) -> Tier:
-        """Where the decoded samples live; ``none`` until that is decided."""
+        """Where the decoded samples are kept; ``none`` until that is decided."""
         return self._cache.tier
 
     @property
     def sampler(self) -> Any:
-        """The sampler that was given; None without one. Its ``set_epoch`` is heeded."""
+        """The sampler that was given, or None. Its ``set_epoch`` is respected."""
         return getattr(self.order, "sampler", None)
 
     @property
@@ -161,22 +161,22 @@ class FeedLoader(PositionedLoader):
         return self.order.batches_per_epoch()
 
     def regroup(self, order: BatchOrder) -> None:
-        """Draw the same samples in the batches of another order from the next iteration on. What is kept stays."""
+        """Use another order of the same samples from the next iteration on. What is kept stays."""
         if order.batch_size != self.order.batch_size:
             self._cache.resize(order.batch_size)
         self.order = order
 
     def state_dict(self) -> dict[str, int | None]:
-        """Where the iteration stands: after a load, the next batch is the one that would have come now."""
+        """The position: after loading it, the next batch is the one that would come now."""
         epoch, batch = self._at
         return {"epoch": epoch, "batch": batch, "seed": self.order.seed, "step_samples": step_samples(self.order)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, with other ranks or batches too. Raises UsageError where that is not possible."""
+        """Go on from ``state``, also with other ranks or batch sizes. Raises UsageError where that is not possible."""
         self.begin_at(*resumed_at(state, self.order))
 
     def fill(self) -> None:
-        """Decode everything now, with a progress bar, instead of while the first epoch trains."""
+        """Decode everything now, with a progress bar, instead of in the first epoch."""
         cache = self._cache
         if not cache.wanted:
             return
@@ -190,7 +190,7 @@ class FeedLoader(PositionedLoader):
         cache.leave_epoch()
 
     def close(self) -> None:
-        """End the workers and give all memory back. A complete disk cache stays for the next run."""
+        """End the workers and free all memory. A complete disk cache stays for the next run."""
         self._cache.close()
 
     # ----------------------------------------------------------------- one epoch
@@ -206,7 +206,7 @@ class FeedLoader(PositionedLoader):
             for number, (leaves, indices) in enumerate(batches, start):
                 cache.batches_trained(number - start)
                 batch = cache.layout.build_batch(leaves)
-                self._at = epoch, number + 1  # a checkpoint taken after its step must not see it again
+                self._at = epoch, number + 1  # a checkpoint after its step resumes after it
                 if len(indices):
                     yield batch if self._augment is None else self._augment(batch, self.order.seed, epoch, indices)
                 elif every_batch_counts(self.order):
@@ -217,7 +217,7 @@ class FeedLoader(PositionedLoader):
                     )
             cache.end_epoch()
         except DataError as error:
-            error.__traceback__ = None  # where in here it was noticed tells its owner nothing
+            error.__traceback__ = None  # frames of ours do not help the user
             raise
         finally:
             cache.leave_epoch()

@@ -1,4 +1,4 @@
-"""A bar while samples are decoded ahead of training; nothing where the output is not a terminal."""
+"""A progress bar on a terminal, such as while samples are decoded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 def progress(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
-    """``items``, with a bar on stderr that counts them, where that is a terminal."""
+    """``items``, counted by a bar on stderr if that is a terminal."""
     if not can_redraw(sys.stderr):
         return iter(items)
     from rich.console import Console

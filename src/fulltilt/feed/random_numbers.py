@@ -1,8 +1,7 @@
-"""Random numbers without a state: each is a function of (seed, epoch, sample index, position).
+"""Counter-based random numbers: each is a function of (seed, epoch, sample index, position).
 
-Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in plain integer operations,
-so that CPU, GPU and compiled code give the same bits. What a sample draws does not depend on the batch, rank or
-worker it is drawn in, nor on how many came before it.
+Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in integer operations, so that
+CPU, GPU and compiled code give the same bits. The numbers of a sample do not depend on batch, rank, worker or order.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def philox(
 def _product(word: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The upper and lower 32 bits of a product of 32-bit words.
 
-    In two parts of 48 bits: a product of 64 bits overflows int64, which compiled C++ may turn into anything (and did).
+    In two parts of 48 bits: a product of 64 bits overflows int64, which is undefined in compiled C++.
     """
     low = (word & 0xFFFF) * multiplier
     rest = (word >> 16) * multiplier + (low >> 16)
@@ -47,22 +46,22 @@ def uniform(seed: torch.Tensor | int, epoch: torch.Tensor | int, indices: torch.
     ``seed`` and ``epoch`` may be int64 tensors, so that a compiled caller does not recompile for each value.
     """
     indices, blocks = indices[:, None], torch.arange(math.ceil(count / 4), device=indices.device)
-    # Not zeros_like: the compiler would take a counter that is only a position for an index of 32 bits, and philox's
-    # products do not fit into one (torch 2.11: "Scalar 3449720151 is out of range for type int32").
+    # Not zeros_like: the compiler would make the counter a 32-bit index, too small for philox's products
+    # (torch 2.11: "Scalar 3449720151 is out of range for type int32").
     zero = indices & 0
     low, high = (indices & _MASK) + torch.zeros_like(blocks), (indices >> 32) & _MASK
     words = philox((low, high, blocks + zero, (zero + epoch) & _MASK), (seed & _MASK, (seed >> 32) & _MASK))
-    # 24 bits fill a float32 exactly: no rounding, hence no 1.0 and no difference between devices.
+    # 24 bits fit a float32 exactly: no rounding, hence no 1.0 and no difference between devices.
     return (torch.stack(words, dim=-1).flatten(1)[:, :count] >> 8).to(torch.float32) * (1.0 / (1 << 24))
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """A 32-bit seed for one sample, for code that brings its own generators: NumPy's takes no more."""
+    """A 32-bit seed for one sample, for the generators of Python, NumPy and torch."""
     return mix(seed, epoch, index) & _MASK
 
 
 def mix(*numbers: int) -> int:
-    """One 63-bit seed from several numbers, so that neighbouring ones give unrelated streams (SplitMix64)."""
+    """One 63-bit seed from several numbers (SplitMix64): neighbouring numbers give unrelated streams."""
     mask = 2**64 - 1
     state = 0
     for number in numbers:
@@ -74,6 +73,6 @@ def mix(*numbers: int) -> int:
 
 
 def as_int64(number: int) -> int:
-    """The number with the same lowest 64 bits that an int64 tensor can hold."""
+    """The lowest 64 bits of the number, as an int64."""
     low = number & (2**64 - 1)
     return low - 2**64 if low >> 63 else low

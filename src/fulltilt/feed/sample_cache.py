@@ -1,6 +1,6 @@
-"""Samples in host memory, read once and kept: the tier is chosen, what it serves is checked, and given up if wrong.
+"""Reads samples with workers and keeps them on a tier; checks what is kept, and drops it if it is wrong.
 
-A batch comes from the store where its samples are kept, from the workers where not yet.
+The samples of a batch come from the store if they are kept, else from the workers.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from fulltilt.feed.sample_store import Store, pin, shared_bytes
 from fulltilt.feed.tiers import Choice, Residency, Room, Tier, choose_tier, measure_room
 from fulltilt.feed.worker_pool import WorkerPool, in_child_process
 
-# Kept samples that are compared with the data set itself, in epochs that become ever rarer.
+# Kept samples that are compared with the data set, in ever fewer epochs.
 COMPARED_SAMPLES = 2
-# Those of a disk cache that were there before this run.
+# Samples of a disk cache of an earlier run that are compared with the data set.
 CHECKED_SAMPLES = 8
-# Steps after which the model's own memory is known: weights, activations, optimizer states (made in the first step).
+# After so many steps the model's memory is known: weights, activations, optimizer state.
 SETTLED_AFTER_BATCHES = 3
-# Batches read ahead by the workers: enough to bridge a slow sample or a validation pause, few enough to stay small.
+# Batches that workers read ahead: enough to bridge a slow sample or a validation.
 SLOTS = 4
-# Above this, two batches have to do: one being read while the other is copied.
+# Above this only two: one is read while the other is copied.
 SLOT_BYTES = 2 * 1024**3
 
 log = logging.getLogger("fulltilt.feed")
 
 
 class Notes(list[str]):
-    """What was decided, in words; each is logged as well."""
+    """Decisions in words; each is also logged."""
 
     def say(self, text: str) -> None:
-        """Something worth knowing."""
+        """Add a note."""
         self.append(text)
         log.info(text)
 
     def warn(self, text: str) -> None:
-        """Something worth seeing."""
+        """Add a warning."""
         self.append(text)
         log.warning(text)
 
@@ -59,7 +59,7 @@ class Notes(list[str]):
 class HostRows:
     """A batch, or the part of it that a device ``store`` lacks, in host memory.
 
-    ``samples`` are the samples of the ``rows`` that are to go into the device store.
+    ``samples`` are those of the ``rows`` to be written to the device store.
     """
 
     draws: torch.Tensor
@@ -68,12 +68,12 @@ class HostRows:
     store: Store | None = None
 
 
-# The draws of a batch, those of them to read, and the store that is to have them.
+# The draws of a batch, those of them to read, and the store to keep them.
 _Plan = tuple[torch.Tensor, torch.Tensor, Store | None]
 
 
 class SampleCache:
-    """Reads batches in order, and keeps their samples on a ``tier`` if they are the same every time."""
+    """Reads batches in order, and keeps their samples on a ``tier`` if they are deterministic."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class SampleCache:
         self._cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self._epochs_served, self._declared = 0, found.declared
         self._attributes: Attributes | None = None  # the data set's when it was last read from
-        # An unknown tier or one that this machine lacks is the user's mistake: say so now, not in mid-epoch.
+        # Raises for a tier that is unknown or that this machine lacks, now and not in mid-epoch.
         choose_tier(0, self._room(model_has_run=True), asked)
         if why is not None:
             self.notes.say(f"read by {workers} workers on every draw: {why}. {DECLARE}")
@@ -121,14 +121,14 @@ class SampleCache:
                 raise UsageError(f"the data set cannot be kept in {asked}: {why}", f"Use residency='auto'. {DECLARE}")
 
     def begin_epoch(self, epoch: int) -> None:
-        """Choose the tier where that can be done already; check what is kept."""
+        """Choose the tier if that is possible already; check what is kept."""
         if self._found_random and not self.reader.seeded:
             self.stop_workers()
-            self.reader.seeded = True  # from here on the workers seed each sample
+            self.reader.seeded = True  # new workers seed each sample
         now = attributes(self.dataset)
         changed = None if self._attributes is None else changed_attribute(self._attributes, now)
         if changed is not None:
-            self.stop_workers()  # they have the data set as it was when they were forked
+            self.stop_workers()  # they were forked with the old data set
         self._attributes = now
         if self.wanted and not self._decided:
             if not self.waits_for_model:
@@ -137,7 +137,7 @@ class SampleCache:
             self._check(epoch, changed)
 
     def batches_trained(self, number: int) -> None:
-        """So many batches of the epoch have been trained on: the model may have shown what it needs."""
+        """So many batches of the epoch were trained on: the model's memory may be known now."""
         if number == SETTLED_AFTER_BATCHES and self.wanted and not self._decided:
             self.settle(model_has_run=True)
 
@@ -152,20 +152,20 @@ class SampleCache:
         try:
             if isinstance(store, DiskStore) and not bad.failures:
                 store.finish()
-        except CacheFull as full:  # some disks tell only when what was written has to be there
+        except CacheFull as full:  # some disks report it only at fsync
             self._on_full(full)
             return
         self._complete = True
         self.notes.say(f"all {self.samples} samples are kept ({self.tier})")
 
     def leave_epoch(self) -> None:
-        """The epoch is over, or was left early: reading in this process may itself have changed the data set."""
+        """The epoch is over, or was left early. Reading in this process may have changed the data set itself."""
         if not self.workers:
             self._attributes = attributes(self.dataset)
 
-    @torch.inference_mode(False)  # what is kept outlives the evaluation that it may be made in
+    @torch.inference_mode(False)  # may run in an evaluation
     def settle(self, *, model_has_run: bool) -> None:
-        """Decide the tier, now that the model's own memory is known, and begin to keep what is read."""
+        """Decide the tier, and begin to keep what is read."""
         need = self.samples * self.layout.row_bytes
         choice = choose_tier(need, self._room(model_has_run=model_has_run), self.asked)
         self._decided = True
@@ -174,7 +174,7 @@ class SampleCache:
             store, how = self._make(choice.tier)
         except CacheFull as full:
             choice = Choice("none", str(full))
-        except FulltiltError as refused:  # by a folder, a disk or the system; nobody asked for it by name
+        except FulltiltError as refused:  # by a folder, a disk or the system
             if self.asked != "auto":
                 raise
             choice = Choice("none", refused.what)
@@ -188,10 +188,10 @@ class SampleCache:
                 told = f"the cache was refused: its sample {changed} is not what the data set returns"
                 self._drop(f"{told}; training goes on from the source", fatal=False)
                 return
-        self.store = store  # not before: from here on other threads serve what is in it
+        self.store = store  # last: other threads read from it at once
 
     def lacking(self, batches: list[torch.Tensor]) -> torch.Tensor:
-        """The samples of ``batches`` that are to be read from the source, each once."""
+        """The samples of ``batches`` that have to be read from the data set, each once."""
         asked = sample_of(self.bad.without_bad(torch.cat(batches))) if batches else torch.empty(0, dtype=torch.int64)
         lacking: torch.Tensor = torch.unique(asked if self.store is None else asked[~self.store.has(asked)])
         return lacking
@@ -201,7 +201,7 @@ class SampleCache:
     def take_pool(self) -> WorkerPool:
         """Workers for one pass; call it on the main thread, where forking is safest.
 
-        An iterator put aside keeps its own, so that it does not hold up the pass that comes after it.
+        An unfinished iterator keeps its workers and does not block the next pass.
         """
         if self._idle:
             pool = self._idle.pop()
@@ -220,7 +220,7 @@ class SampleCache:
         return pool
 
     def give_back(self, pool: WorkerPool) -> None:
-        """The pass is over; the next one may have its workers."""
+        """Keep the workers of a finished pass for the next one."""
         self._in_use.discard(pool)
         if pool.closed or pool.retired or self._idle:
             pool.close()
@@ -228,19 +228,19 @@ class SampleCache:
             self._idle.append(pool)
 
     def stop_workers(self) -> None:
-        """End the workers that no pass is using; those of a pass under way end with it."""
+        """End the workers that no pass uses; those of a running pass end with it."""
         for pool in self._in_use:
             pool.retired = True
         while self._idle:
             self._idle.pop().close()
 
     def resize(self, batch_size: int) -> None:
-        """Serve batches of up to ``batch_size`` from now on; what is kept stays."""
+        """Serve batches of up to ``batch_size`` from now on. What is kept stays."""
         self.stop_workers()
         self.batch_size = batch_size
 
     def close(self) -> None:
-        """End all workers and give the store back."""
+        """End all workers and free the store."""
         self.stop_workers()
         for pool in list(self._in_use):
             pool.close()
@@ -253,9 +253,9 @@ class SampleCache:
     def host_rows(
         self, batches: Iterable[torch.Tensor], epoch: int, pool: WorkerPool | None, buffer: torch.Tensor
     ) -> Generator[HostRows, None, None]:
-        """Each batch in order, valid until the next one is asked for; without a ``pool`` all of it has to be kept.
+        """Each batch in order, valid until the next one is asked for. Without a ``pool`` all samples must be kept.
 
-        ``buffer`` [batch, row_bytes] takes what comes out of a store in host memory.
+        ``buffer`` [batch, row_bytes] is filled from a store in host memory.
         """
         plans: deque[_Plan] = deque()
         wanted = self._plan(batches, plans)
@@ -273,7 +273,7 @@ class SampleCache:
             wanted = draws
             if store is not None:
                 samples = sample_of(draws)
-                # A sample asked for by an earlier batch will be there when this batch is assembled.
+                # A sample that an earlier batch reads is kept when this one is assembled.
                 wanted = torch.unique(samples[~(store.has(samples) | underway[samples])])
                 underway[wanted] = True
             plans.append((draws, wanted, store))
@@ -287,7 +287,7 @@ class SampleCache:
         if self.bad.failures:
             good = ~self.bad.bad[sample_of(read)]
             read, rows = read[good], rows[good]
-        # A batch that was asked for before there was a store goes into the one that has come since.
+        # A batch that was planned before there was a store goes into the new one.
         if (store := store or self.store) is None:
             return HostRows(read, rows, read[:0])
         draws = self.bad.without_bad(asked)
@@ -305,13 +305,13 @@ class SampleCache:
         return HostRows(draws, out, samples[:0])
 
     def _judge(self, failures: list[Failure]) -> None:
-        """Note what is bad or random; called on whatever thread reads, and may set ``store`` to None."""
+        """Note bad or random samples; called on the reading thread, and may set ``store`` to None."""
         for failure in self.bad.note(failures):
             self.notes.warn(f"skipped {failure.where()}: {failure.message}")
         drawn = next((failure for failure in failures if failure.kind == "random"), None)
         if drawn is not None and not self._found_random:
             self._found_random = True
-            self._drop(f"{drawn.where()}: {drawn.message}; nothing is kept, every sample is drawn anew")
+            self._drop(f"{drawn.where()}: {drawn.message}; nothing is kept, every sample is read on every draw")
 
     # ----------------------------------------------------------------- opening
 
@@ -335,21 +335,21 @@ class SampleCache:
         return None, ""
 
     def _room(self, *, model_has_run: bool) -> Room:
-        # Without a key the next run could not tell what is in it: not worth writing, unless asked for.
+        # Without a key the next run cannot use it: only written if asked for.
         cache_dir = None if self.asked == "auto" and self._cache_key is None else self._cache_dir
         return measure_room(self.device, cache_dir, reserve_bytes=self._reserve_bytes, model_has_run=model_has_run)
 
-    # ----------------------------------------------------------------- checking and giving up
+    # ----------------------------------------------------------------- checking and dropping
 
     def _check(self, epoch: int, changed: str | None) -> None:
-        """Whether the data set was changed; and two kept samples against it, other ones each time."""
+        """Drop the store if the data set was changed, or one of a few kept samples differs from it."""
         assert self.store is not None
         self._epochs_served += 1
         if changed is not None:
             told = f"the data set's attribute {changed} was changed; what was kept is no longer served"
             self._drop(told, fatal=False)
         elif self._epochs_served == 1 or not (self._declared or self._epochs_served & (self._epochs_served - 1)):
-            # It takes a fork: once where the stages are declared, else in epochs 1, 2, 4, 8 ...
+            # It needs a fork, so only once for declared stages, else in epochs 1, 2, 4, 8 ...
             step = max(1, self.samples // COMPARED_SAMPLES)
             picked = ((epoch * 7919 + number * step) % self.samples for number in range(COMPARED_SAMPLES))
             sample = self._first_changed(self.store, picked)
@@ -358,12 +358,12 @@ class SampleCache:
                 self._drop(f"sample {sample} is not what the data set returns now; what was kept is no longer served")
 
     def _first_changed(self, store: Store, indices: Iterable[int]) -> int | None:
-        """The first of these samples, where it is kept, that the data set gives otherwise now, or not at all."""
+        """The first of these samples that is kept and that the data set returns differently now, or not at all."""
         wanted = torch.tensor(list(indices))
         kept = wanted[store.has(wanted)]
         if not len(kept):
             return None
-        # From other seeds: what is random would be another one.
+        # With another seed, so that random samples differ.
         reader = SampleReader(self.dataset, self.layout, seeded=True, checked=False, seed=~self.reader.seed)
         rows = shared_bytes(len(kept) * self.layout.row_bytes).view(len(kept), -1)
         failures = in_child_process(lambda: reader.read(kept, rows, 0), self.workers, self.dataset)

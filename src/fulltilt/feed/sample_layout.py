@@ -1,7 +1,6 @@
-"""What one sample is made of: nested tuples and dicts of tensors, arrays and numbers, packed into a row.
+"""The layout of a sample: nested tuples and dicts of tensors, arrays and numbers, packed into a row of bytes.
 
-Every store and every buffer of the feed holds such rows. All rows of a data set have the same layout, so that a batch
-is assembled by one gather and its tensors are cut out of it without touching a sample.
+All rows of a data set have the same layout, so that a batch is one gather of rows, and its tensors are views of it.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-class Unstorable(Exception):  # noqa: N818 - a verdict about a sample, caught by the loader
+class Unstorable(Exception):  # noqa: N818 - caught by the loader
     """A sample holds something that cannot be kept as a fixed-shape tensor; the message says what and where."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a sample: where it lies in the row, and what it has to become again."""
+    """One tensor of a sample: its place in the row, its shape and dtype."""
 
     path: str
     shape: tuple[int, ...]
@@ -36,7 +35,7 @@ class Leaf:
 
 
 def as_tensor(value: Any, path: str) -> torch.Tensor:
-    """A leaf as default_collate would turn it into a tensor."""
+    """A leaf as the tensor that default_collate would make of it."""
     if isinstance(value, torch.Tensor):
         kind = "quantized" if value.is_quantized else "meta" if value.is_meta else value.layout
         if kind is not torch.strided:
@@ -48,24 +47,24 @@ def as_tensor(value: Any, path: str) -> torch.Tensor:
         if not -(2**63) <= value < 2**63:
             raise Unstorable(f"{path or 'the sample'} is {value}, which does not fit into 64 bits")
         return torch.tensor(value)
-    numpy = sys.modules.get("numpy")  # not imported for the question
+    numpy = sys.modules.get("numpy")  # not imported for this
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         try:
-            # torch takes neither the other byte order nor a flipped view; a data set may return both.
+            # torch takes neither another byte order nor negative strides.
             array = numpy.asarray(value, value.dtype.newbyteorder("="))
             return torch.as_tensor(array.copy() if any(stride < 0 for stride in array.strides) else array).contiguous()
-        except (TypeError, RuntimeError) as error:  # the latter: torch was built for another NumPy
+        except (TypeError, RuntimeError) as error:  # RuntimeError: torch was built for another NumPy
             raise Unstorable(
                 f"{path or 'the sample'} is an array of {value.dtype}, which torch does not have"
             ) from error
     raise Unstorable(f"{path or 'the sample'} is {type(value).__name__}, which is not a tensor, array or number")
 
 
-# Rows and leaves start at multiples of this, so that a gather moves whole 16-byte words whatever the dtype.
+# Rows and leaves start at multiples of this, so that a gather moves whole 16-byte words for any dtype.
 ALIGNMENT = 16
 
 
-class ShapeChanged(Exception):  # noqa: N818 - a verdict about a sample, caught by the loader
+class ShapeChanged(Exception):  # noqa: N818 - caught by the loader
     """A sample has another structure, shape or dtype than the first one; the message says which."""
 
 
@@ -84,33 +83,32 @@ class Layout:
     def pack(self, sample: Any, row: torch.Tensor) -> None:
         """Write ``sample`` into ``row`` (uint8). Raises ShapeChanged or Unstorable."""
         try:
-            values = self.structure.flatten_up_to(sample)  # the order of a dict's keys is no part of its shape
+            values = self.structure.flatten_up_to(sample)  # the order of a dict's keys may differ
         except ValueError as error:
-            raise ShapeChanged(f"its parts are others: {error}") from error
+            raise ShapeChanged(f"its structure differs: {error}") from error
         for leaf, value in zip(self.leaves, values, strict=True):
             tensor = as_tensor(value, leaf.path)
             if tensor.shape != leaf.shape or tensor.dtype != leaf.dtype:
                 found = f"{leaf.path or 'sample'} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
                 raise ShapeChanged(f"{found} instead of {leaf.describe()}")
             plain = tensor.resolve_conj().resolve_neg().contiguous()
-            # Not a view: torch calls one element contiguous whatever its stride, and then refuses to see it as bytes.
+            # Not ``view``: torch calls a single element contiguous with any stride, and then refuses another dtype.
             data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
             row[leaf.offset : leaf.offset + leaf.nbytes].copy_(data)
 
     def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a batch as views into its packed ``rows``: one tensor [batch, *shape] for each leaf."""
-        # Offsets and row lengths are multiples of 16 bytes, so that the view in another dtype needs no copy.
         return [
             rows[:, leaf.offset : leaf.offset + leaf.nbytes].view(leaf.dtype).view(len(rows), *leaf.shape)
             for leaf in self.leaves
         ]
 
     def build(self, leaves: list[Any]) -> Any:
-        """A sample of the data set's own structure from its leaves."""
+        """A sample in the data set's structure from its leaves."""
         return pytree.tree_unflatten(leaves, self.structure)
 
     def build_batch(self, leaves: list[Any]) -> Any:
-        """A batch from its leaves, in the structure that torch's DataLoader gives it: tuples have become lists."""
+        """A batch from its leaves, in the structure that torch's DataLoader returns: lists instead of tuples."""
         return _with_lists(self.build(leaves))
 
 
@@ -142,7 +140,7 @@ def layout_of(sample: Any) -> Layout:
 
 
 def same_sample(left: Any, right: Any) -> bool:
-    """Whether two samples are equal to the bit, in structure, dtype and content (NaN equals NaN)."""
+    """Whether two samples are equal bit for bit, in structure, dtype and content (NaN equals NaN)."""
     try:
         layout = layout_of(left)
         first, second = (torch.zeros(layout.row_bytes, dtype=torch.uint8) for _ in range(2))
@@ -154,7 +152,7 @@ def same_sample(left: Any, right: Any) -> bool:
 
 
 def container_like(node: Any, parts: Sequence[Any]) -> Any:
-    """``node``, a mapping, tuple or list, with other ``parts``; a plain one where its type is made otherwise."""
+    """``node``, a mapping, tuple or list, with other ``parts``; a plain one if its type cannot be made so."""
     made: Any = dict(zip(node, parts, strict=True)) if isinstance(node, Mapping) else list(parts)
     try:
         if isinstance(node, defaultdict):

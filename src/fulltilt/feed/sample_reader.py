@@ -1,4 +1,4 @@
-"""Reading samples into rows of bytes, in a worker or here; one that cannot be read stops the job or is skipped."""
+"""Reads samples into rows of bytes; one that cannot be read stops the job or is skipped."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fulltilt.feed.random_numbers import sample_seed
 from fulltilt.feed.sample_layout import Layout, ShapeChanged, Unstorable
 from fulltilt.recorder.user_code import owner
 
-# Attributes under which data sets keep their files, in the order in which they are asked for a sample's name.
+# Attributes in which data sets keep their files, in the order of looking.
 _FILE_LISTS = ("samples", "imgs", "paths", "files", "image_paths", "images", "filenames", "image_files", "_files")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A sample that could not be served, or (``random``) that may be served but not be kept."""
+    """A sample that could not be read, or (``random``) must not be kept."""
 
     index: int
     kind: Literal["corrupt", "shape", "random"]
@@ -36,19 +36,19 @@ class Failure:
     line: str | None = None  # of the user's code that raised it
 
     def where(self) -> str:
-        """The sample's number and its file, where the data set tells it."""
+        """The sample's number, and its file where known."""
         return f"sample {self.index}" + (f" ({self.name})" if self.name else "")
 
 
 class Reader(Protocol):
-    """Fills rows with samples. Sent to workers once; reads in each of them."""
+    """Fills rows with samples, in each worker."""
 
     def read(self, indices: torch.Tensor, rows: torch.Tensor, epoch: int) -> list[Failure]:
         """Write the sample of draw ``indices[i]`` into ``rows[i]``; returns what failed."""
 
 
 class Decoded:
-    """A data set with a declared stage: ``decode(dataset[index])`` is the same every time, and is what is kept."""
+    """A data set with a declared stage: ``decode(dataset[index])`` is deterministic, and is what is kept."""
 
     deterministic = True
 
@@ -65,8 +65,8 @@ class Decoded:
 class SampleReader:
     """Reads a map-style data set, sample by sample or with its ``__getitems__``.
 
-    ``seeded``: every generator starts from (seed, epoch, index), so that workers and ranks do not matter.
-    ``checked``: nothing was declared; a sample that draws a random number is reported, and from then on all are seeded.
+    ``seeded``: generators are seeded by (seed, epoch, index), so that workers and ranks do not matter.
+    ``checked``: a sample that draws random numbers is reported, and from then on all are seeded.
     """
 
     def __init__(self, dataset: Any, layout: Layout, *, seeded: bool, checked: bool, seed: int) -> None:
@@ -79,8 +79,7 @@ class SampleReader:
         if not (self.seeded or self.checked):
             return self._read_plainly(sample_of(indices), rows)
         if self._generators is None:
-            # Found here and not before the fork: a worker has instances of its own. One sample first, because a data
-            # set may make its generators with it.
+            # Searched after the fork, as a worker has instances of its own, and after one sample, which may make some.
             with Generators(self.dataset).untouched(), suppress(Exception):
                 self.dataset[int(sample_of(indices[0]))]
             self._generators = Generators(self.dataset)
@@ -107,7 +106,7 @@ class SampleReader:
         return failures
 
     def _read_together(self, indices: torch.Tensor, rows: torch.Tensor) -> bool:
-        """One call for all samples; False where that does not work: read one by one, a culprit can be named."""
+        """One call for all samples; False where that fails: one by one, the bad sample can be named."""
         try:
             if type(self.dataset) is torch.utils.data.TensorDataset:
                 for part, column in zip(self.layout.split(rows), self.dataset[indices], strict=True):
@@ -135,14 +134,14 @@ class SampleReader:
 
 
 def failure_of(dataset: Any, index: int, error: Exception) -> Failure:
-    """What is told of ``error``, which sample ``index`` raised."""
+    """The Failure for ``error``, raised by sample ``index``."""
     name = name_of(dataset, index) or getattr(error, "filename", None)
     trace = "".join(traceback.format_exception(error))
     return Failure(index, "corrupt", _one_line(error), name and str(name), trace, _users_line(error))
 
 
 def _users_line(error: Exception) -> str | None:
-    """The innermost line of the user's own code on the way to ``error``."""
+    """The innermost line of the user's code in the traceback."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         if owner(frame.f_code.co_filename) == "user":
             return f"{Path(frame.f_code.co_filename).name}, line {number}, in {frame.f_code.co_name}"
@@ -150,7 +149,7 @@ def _users_line(error: Exception) -> str | None:
 
 
 def name_of(dataset: Any, index: int) -> str | None:
-    """The file of sample ``index``, where the data set keeps a list of files; looks into Subset and ConcatDataset."""
+    """The file of sample ``index``, if the data set keeps a list of files; also in Subset and ConcatDataset."""
     if isinstance(dataset, Decoded):
         return name_of(dataset.dataset, index)
     inner, picked = getattr(dataset, "dataset", None), getattr(dataset, "indices", None)
@@ -174,7 +173,7 @@ def name_of(dataset: Any, index: int) -> str | None:
 
 
 def _one_line(error: Exception) -> str:
-    """What ``error`` says, with its type; an error of ours says enough by itself."""
+    """The error's type and message; for our own errors the message."""
     if isinstance(error, FulltiltError):
         return " ".join(error.what.split())
     text = " ".join(str(error).split())
@@ -184,12 +183,12 @@ def _one_line(error: Exception) -> str:
 Policy = Literal["stop", "skip"]
 
 
-class ShapesDiffer(DataError):  # noqa: N818 - as all errors of this project
+class ShapesDiffer(DataError):  # noqa: N818 - as all errors of Fulltilt
     """Samples of one data set have different shapes; the message says which."""
 
 
 class BadSamples:
-    """Remembers which samples are bad. ``note`` raises DataError when the policy says so."""
+    """The bad samples of a data set. ``note`` raises DataError when the policy says so."""
 
     def __init__(self, samples: int, policy: Policy = "stop", max_share: float = 0.01) -> None:
         self.samples = samples
@@ -199,7 +198,7 @@ class BadSamples:
         self.failures: dict[int, Failure] = {}
 
     def note(self, failures: Iterable[Failure]) -> list[Failure]:
-        """Take failures in; returns those that are new. Raises DataError for the first one under ``stop``."""
+        """Add failures and return the new ones. Raises DataError for the first one under ``stop``."""
         new = []
         for failure in failures:
             if failure.kind == "random":
@@ -210,7 +209,7 @@ class BadSamples:
                 new.append(failure)
                 self.failures[failure.index] = failure
                 self.bad[failure.index] = True
-        # One bad sample of a small data set is no epidemic, whatever its share.
+        # One bad sample is always allowed, also in a small data set.
         if len(self.failures) > max(1, int(self.max_share * self.samples)):
             named = "; ".join(f"{failure.where()}: {failure.message}" for failure in list(self.failures.values())[:3])
             raise DataError(

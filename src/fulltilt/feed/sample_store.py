@@ -1,4 +1,4 @@
-"""Where samples live once they were decoded: packed rows on the device or in host memory; shared, pinned memory."""
+"""Stores of decoded samples: packed rows on the device or in host memory; shared and pinned memory."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from fulltilt.errors import MachineError, UsageError
 def shared_bytes(size: int) -> torch.Tensor:
     """Zeroed bytes that forked workers see too. Raises MachineError.
 
-    They are anonymous pages, which the size of /dev/shm does not limit (a container often has 64 MB of it).
+    Anonymous pages are not limited by /dev/shm, of which a container often has only 64 MB.
     """
     try:
         return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
     except OSError as error:
         raise MachineError(
-            f"the system gives no {size} bytes of memory: {error.strerror or error}",
+            f"cannot allocate {size} bytes of memory: {error.strerror or error}",
             "Use smaller batches, or allow the job more memory (ulimit -v).",
         ) from error
 
 
 def memory_of(row: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, as long as it lives; ``Tensor.numpy`` would need NumPy."""
+    """The bytes of a contiguous tensor on the host, without NumPy; the caller keeps the tensor alive."""
     size = row.numel() * row.element_size()
     return memoryview((ctypes.c_ubyte * size).from_address(row.data_ptr())).cast("B")
 
 
 def pin(memory: torch.Tensor, device: torch.device, owner: object) -> None:
-    """Lock ``memory`` for direct copies to the GPU, where that is possible, as long as ``owner`` lives.
+    """Pin ``memory`` in place, if possible, as long as ``owner`` lives.
 
-    ``owner`` has to hold the memory, and nobody may hold it longer: pages that are unmapped while the driver knows them
-    stay in its books, and whatever is mapped at their address next is copied from the old pages.
-    Registering in place avoids torch's pinned allocator, which rounds each block up to a power of two. Do it after
-    workers that use the memory were forked: pages that the driver knows are not inherited reliably. The memory must
-    have its pages to itself (``shared_bytes`` has): the driver refuses a page that it knows already.
+    ``owner`` has to hold the memory, and nobody longer: after pages are unmapped while registered, copies from whatever
+    is mapped at their address read the old pages. torch's pinned allocator would round up to a power of two. Fork
+    workers that use the memory first: registered pages are not inherited reliably. The memory must have pages of its
+    own (as from ``shared_bytes``), because a page cannot be registered twice.
     """
     if device.type != "cuda" or memory.numel() == 0:
         return
@@ -58,7 +57,7 @@ def pin(memory: torch.Tensor, device: torch.device, owner: object) -> None:
 
 def _unpin(address: int, pid: int) -> None:
     if os.getpid() != pid:
-        return  # a forked child drops its copy of the owner; the memory is its parent's
+        return  # in a forked child: the memory is the parent's
     if torch.cuda.is_available():
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(cudart.cudaHostUnregister(address)) != 0:
@@ -66,7 +65,7 @@ def _unpin(address: int, pid: int) -> None:
 
 
 def _forget_error(device: torch.device) -> None:
-    """CUDA keeps the error of a refused call and hands it to the next kernel that is launched: let that be ours."""
+    """CUDA reports the error of a failed call at the next launch: launch a kernel to clear it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
 
@@ -74,7 +73,7 @@ def _forget_error(device: torch.device) -> None:
 class Store:
     """Packed rows [samples, row_bytes]: on the device, or in host memory (private, shared, pinned, a mapped file).
 
-    Rows are moved eight bytes at a time: torch moves element by element where it cannot use memcpy.
+    Rows are moved as int64: torch moves element by element where it cannot use memcpy.
     """
 
     def __init__(self, rows: torch.Tensor, present: torch.Tensor, *, on_device: bool = False) -> None:
@@ -83,17 +82,17 @@ class Store:
         self.on_device = on_device
 
     def has(self, indices: torch.Tensor) -> torch.Tensor:
-        """Which of ``indices`` (on the host) can be served from here."""
+        """Which of ``indices`` (on the host) are kept."""
         return self.present[indices]
 
     def write(self, indices: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None = None) -> None:
-        """Keep packed ``rows`` as samples ``indices``; ``places`` are these on the device, where the store is there."""
+        """Keep packed ``rows`` as samples ``indices``; ``places`` are the same on the device, for a device store."""
         places = indices if places is None else places
         self.rows.view(torch.int64).index_copy_(0, places, rows.view(torch.int64))
         self.present[indices] = True
 
     def gather(self, indices: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The rows of a batch, fresh or in ``out``: with all of torch's threads and without the GIL."""
+        """The rows of a batch, new or in ``out``."""
         words = None if out is None else out.view(torch.int64)
         return torch.index_select(self.rows.view(torch.int64), 0, indices, out=words).view(torch.uint8)
 
@@ -102,7 +101,7 @@ class Store:
         return self.rows[index].cpu()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.rows = self.rows[:0]
 
 

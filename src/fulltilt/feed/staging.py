@@ -1,10 +1,10 @@
-"""``stage_dir``: a data folder copied to tmpfs or a local disk when that pays, checked, resumable and cleaned up.
+"""``stage_dir``: copies a data folder to tmpfs or a local disk if that pays, and deletes the copy at the end.
 
     <stage>/<name>-<key>/files/…    the copy
     <stage>/<name>-<key>/.fulltilt  the marker: what Fulltilt has put there, and may delete
 
-A file gets the time of its original when it is whole: whatever ends the copying, the next run goes on with the files
-whose size or time differs.
+A complete file gets the time of its original: after an interruption the next run copies the files whose size or time
+differs.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from fulltilt.records import StorageReading
 from fulltilt.store.owned_folder import OwnedFolder
 
 _FILES = "files"
-# Left free on the stage, for everybody else: a full /dev/shm breaks DataLoader workers, a full tmpfs takes the RAM.
+# The share left free on the stage: a full /dev/shm breaks DataLoader workers, a full tmpfs uses up the RAM.
 _SPARE_SHARE = 0.1
 _COPIERS = 8
 
 
 def staging_pays(source: StorageReading, epochs: int, free_bytes: int | None) -> tuple[bool, str]:
-    """Whether staging pays, and in words why, from what was measured of the source."""
+    """Whether staging pays, and why, from measurements of the source."""
     if source.kind == "tmpfs":
-        return False, "the data lies in memory already"
+        return False, "the data is in memory already"
     if source.total_bytes is None or not source.counted_fully:
         return False, "the folder is too large to count in the time allowed"
     if free_bytes is not None and source.total_bytes > free_bytes * (1 - _SPARE_SHARE):
         return False, f"{in_words(source.total_bytes)} do not fit into {in_words(free_bytes)} free"
     if epochs < 2:
-        return False, "every file is read once: copying it first would read it once more"
+        return False, "every file is read only once: copying would read it twice"
     if source.kind in ("network", "hdd"):
-        return True, f"the data lies on {source.kind} and is read {epochs} times"
+        return True, f"the data is on {source.kind} and is read {epochs} times"
     if source.fits_in_ram:
         return False, f"the page cache keeps {in_words(source.total_bytes)} after the first epoch by itself"
     cold, warm = source.small_cold_files_per_s, source.small_warm_files_per_s
     if cold is None or warm is None:
-        return False, "the storage could not be measured cold; when='always' copies all the same"
+        return False, "reads without the page cache could not be measured; when='always' copies anyway"
     if warm > 2 * cold:
         return True, f"{warm:.0f} files/s from memory against {cold:.0f} from the disk"
-    return False, f"the disk gives {cold:.0f} files/s, memory {warm:.0f}: too little to gain"
+    return False, f"the disk gives {cold:.0f} files/s, memory {warm:.0f}: too small a gain"
 
 
 def stage_dir(
@@ -61,7 +61,7 @@ def stage_dir(
     when: str = "auto",
     epochs: int = 10,
 ) -> StagedFolder:
-    """Copy ``data`` below ``stage`` if it pays (``when``: auto, always, never); use ``.path`` in either case.
+    """Copy ``data`` into ``stage`` if it pays (``when``: auto, always, never); read from ``.path`` in either case.
 
     A context manager that deletes the copy at its end. Raises UsageError, DataError, MachineError.
     """
@@ -74,7 +74,7 @@ def stage_dir(
         return StagedFolder(source, None, "not asked for")
     stage_path = Path(stage)
     if stage_path.resolve().is_relative_to(source.resolve()):
-        raise UsageError(f"the stage {stage_path} lies within the data folder {source}", "Choose one outside of it.")
+        raise UsageError(f"the stage {stage_path} is within the data folder {source}", "Choose one outside of it.")
     free = free_disk_bytes(stage_path)
     pays, reason = (True, "asked for") if when == "always" else staging_pays(read_storage(source), epochs, free)
     if not pays:
@@ -94,7 +94,7 @@ def stage_dir(
 
 @dataclass(frozen=True)
 class StagedFolder:
-    """Where to read the data: the copy, or the original where copying does not pay (``reason`` says why)."""
+    """Where to read the data: the copy, or the original (``reason`` says why)."""
 
     path: Path
     folder: Path | None
@@ -106,7 +106,7 @@ class StagedFolder:
         return self.folder is not None
 
     def clean(self) -> None:
-        """Delete the copy; the original is never touched."""
+        """Delete the copy, never the original."""
         if self.folder is not None:
             OwnedFolder(self.folder).remove_all()
 
@@ -123,7 +123,7 @@ _File = tuple[str, int, int]  # path relative to the folder, size, modification 
 
 
 def _copy_all(source: Path, target: Path, files: list[_File]) -> int:
-    # In /dev/shm everybody may write: the folder has to be this user's alone.
+    # Everybody may write to /dev/shm: the folder must be private.
     owned = OwnedFolder.claim_private(target, "staged copy", flag="stage")
 
     def copy(file: _File) -> None:
@@ -146,13 +146,13 @@ def _copy_all(source: Path, target: Path, files: list[_File]) -> int:
     except OSError as error:
         raise MachineError(
             f"staging to {target} failed: {error.strerror or error}",
-            "What was copied is kept and taken up again; free some space, or train from the original folder.",
+            "The next run goes on with what was copied; free some space, or train from the original folder.",
         ) from error
     return len(missing)
 
 
 def _missing(target: Path, files: list[_File]) -> list[_File]:
-    """Files that are not in the copy, or are others: a copy has the size and time of its original once it is whole."""
+    """The files that are not complete in the copy: those have the size and time of the original."""
 
     def is_whole(file: _File) -> bool:
         with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ def _missing(target: Path, files: list[_File]) -> list[_File]:
 
 
 def _files_below(folder: Path, below: str = "", above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[_File]:
-    """All files of ``folder`` and of folders behind links; a circle of links and what cannot be read are left."""
+    """All files below ``folder``, links followed; circles of links and what cannot be read are left out."""
     with contextlib.suppress(OSError):
         here = (folder / below).stat()
         if (here.st_dev, here.st_ino) in above:

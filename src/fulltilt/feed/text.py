@@ -1,8 +1,7 @@
-"""``feed.text``: pre-tokenised text in batches of like lengths, assembled on the device.
+"""``feed.text``: pre-tokenised text in batches of similar lengths, assembled on the device.
 
-Tokens of all samples lie end to end in one tensor. Each epoch is shuffled; within windows of the shuffled order
-samples are sorted by length and cut into batches, and the batches are shuffled again. A sample thus meets others of
-its length out of a random window, other ones in each epoch, and hardly a token is padding.
+The tokens of all samples are in one tensor. Each epoch is shuffled; within windows of the shuffled order samples are
+sorted by length and cut into batches, which are shuffled again. Little is padding, and batches differ in every epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Tokens:
 
     @classmethod
     def of(cls, sequences: Iterable[Sequence[int]], *, max_length: int | None = None) -> Tokens:
-        """Tokens from lists of ids, each cut to ``max_length``. Raises DataError for anything but whole numbers."""
+        """Tokens from lists of ids, each truncated to ``max_length``. Raises DataError for other ids."""
         ids, offsets = array("i"), [0]
         for number, sequence in enumerate(sequences):
             try:
@@ -67,7 +66,7 @@ def tokenise(texts: Iterable[str], tokenizer: Callable[..., Any], *, max_length:
     for start in progress(starts, len(starts), "Tokenising"):
         part = every[start : start + 1000]
         for number, one in enumerate(part, start):
-            if one is None or one != one:  # an empty cell: a tokenizer would end in a traceback that names none
+            if one is None or one != one:  # an empty cell
                 raise DataError(
                     f"text {number} is {one}", "Leave out the rows that have no text, or fill them with ''."
                 )
@@ -81,16 +80,16 @@ def tokenise(texts: Iterable[str], tokenizer: Callable[..., Any], *, max_length:
     return Tokens.of(ids, max_length=max_length)
 
 
-# Samples in a window, in batches: large enough that lengths within a batch are nearly equal, small against the epoch.
+# The window in batches: large enough for nearly equal lengths in a batch, small against the epoch.
 WINDOW_BATCHES = 64
 
 
-# --------------------------------------------------------------------------- which samples go together
+# --------------------------------------------------------------------------- batching
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How samples are put into batches: by count, or by a budget of tokens with padding."""
+    """Divides samples into batches: by count, or by a budget of tokens, padding included."""
 
     batch_size: int | None = None
     tokens_per_batch: int | None = None
@@ -108,7 +107,7 @@ class Batching:
             require(name, number, number is None or is_whole(number, at_least=1), "a whole number of at least 1")
 
     def batches(self, lengths: torch.Tensor, epoch: int, world_size: int = 1) -> list[torch.Tensor]:
-        """The batches of ``epoch`` for all ranks: batches r, r + world_size, … are rank r's, and of like length."""
+        """The batches of ``epoch`` for all ranks: r, r + world_size, … are rank r's, and of similar length."""
         generator = torch.Generator().manual_seed(as_int64(self.seed + epoch))
         count = len(lengths)
         order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
@@ -117,7 +116,7 @@ class Batching:
         left: list[torch.Tensor] = []
         for part in torch.split(order, window):
             cut = self._cut(self._sorted(part, lengths), lengths)
-            # Only one batch of an epoch is short, not one of each window: their last ones are put together.
+            # The remainders of all windows are put together, so that only one batch of an epoch is short.
             if self.batch_size is not None and cut and len(cut[-1]) < self.batch_size:
                 left.append(cut.pop())
             found += cut
@@ -145,15 +144,15 @@ class Batching:
         return [*cut, part[start:]]
 
     def _mixed(self, found: list[torch.Tensor], generator: torch.Generator, world_size: int) -> list[torch.Tensor]:
-        """Shuffle batches in groups of one for each rank, so that the ranks of a step have like amounts of work."""
+        """Shuffle batches in groups of one per rank, so that the ranks of a step have similar work."""
         if world_size > 1:
             short = -len(found) % world_size
-            found = found + (found * world_size)[:short]  # repeated, as DistributedSampler does: no rank may wait
+            found = found + (found * world_size)[:short]  # repeated as by DistributedSampler: ranks need equally many
         if not self.shuffle:
             return found
         groups = [found[start : start + world_size] for start in range(0, len(found), world_size)]
         order = torch.randperm(len(groups), generator=generator).tolist()
-        if (size := self.batch_size) is not None:  # what is left over comes last, as torch's loaders have it
+        if (size := self.batch_size) is not None:  # short batches come last, as in torch's loaders
             order.sort(key=lambda group: min(map(len, groups[group])) < size)
         return [batch for group in order for batch in groups[group]]
 
@@ -165,7 +164,7 @@ class Batching:
 
 
 def padded_length(length: int, multiple: int) -> int:
-    """``length`` rounded up to ``multiple``: few different shapes for compiled models and tensor cores."""
+    """``length`` rounded up to ``multiple``, for compiled models and tensor cores."""
     return max(multiple, math.ceil(length / multiple) * multiple)
 
 
@@ -173,7 +172,7 @@ def padded_length(length: int, multiple: int) -> int:
 
 
 class TextLoader(PositionedLoader):
-    """Batches ``{"input_ids", "attention_mask", "labels"}`` of like lengths, on the device.
+    """Batches ``{"input_ids", "attention_mask", "labels"}`` of similar lengths, on the device.
 
     By count (``batch_size``) or by budget (``tokens_per_batch``, padding included). ``window`` is how many shuffled
     samples are sorted together. ``loader.padding_waste`` is measured over the batches served. Raises UsageError.
@@ -211,9 +210,8 @@ class TextLoader(PositionedLoader):
         self.pad_id = pad_id
         self._labels = None if labels is None else _labels(labels, len(tokens.lengths)).to(device)
         self.lengths = tokens.lengths
-        # Token ids are a few bytes a sample: they are always resident.
-        # Few operations make a batch of them, because on a GPU each costs the host the same however small it is. Hence
-        # start and end side by side, and padding behind the last sample, where a batch may reach.
+        # Token ids are small and always resident. A batch takes few operations, since each costs the host a launch:
+        # hence start and end in one tensor, and padding after the last sample, where a batch may reach.
         self._bounds = torch.stack([tokens.offsets[:-1], tokens.offsets[1:]], dim=1).to(device)
         self._flat = tokens.flat.to(device)
         self._steps = torch.arange(0, device=device)
@@ -223,26 +221,26 @@ class TextLoader(PositionedLoader):
 
     @property
     def padding_waste(self) -> float | None:
-        """The share of the tokens served so far that was padding; None before the first batch."""
+        """The share of padding in the tokens served so far; None before the first batch."""
         return 1 - self._real / self._padded if self._padded else None
 
     def __len__(self) -> int:
-        """Batches of the epoch that comes next; with a token budget it may differ by a few between epochs."""
+        """Batches of the next epoch; with a token budget epochs may differ by a few."""
         return len(self._plan(self._next[0]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration stands: after a load, the next batch is the one that would have come now."""
+        """The position: after loading it, the next batch is the one that would come now."""
         epoch, batch = self._at
         return {"epoch": epoch, "batch": batch, "world_size": self.world_size, **asdict(self.batching)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``. Raises UsageError if it is none, or that of a loader with other batches."""
+        """Go on from ``state``. Raises UsageError for one of a loader with other batches."""
         found = saved_position(state)
         for name, mine in self.state_dict().items():
             if name not in ("epoch", "batch") and (saved := state.get(name, mine)) != mine:
                 raise UsageError(
                     f"the saved loader had {name} {saved}, this one has {mine}, which makes other batches",
-                    "Go on with what it had, or begin the epoch anew with set_epoch.",
+                    "Resume with the same value, or restart the epoch with set_epoch.",
                 )
         self.begin_at(*found)
 
@@ -250,7 +248,7 @@ class TextLoader(PositionedLoader):
         epoch, first = self._begin()
         batches = self._plan(epoch)[first:]
         self._planned = {epoch + 1: self._planner.submit(self._make_plan, epoch + 1)}
-        # What the host has to know of each batch, and the indices of all of them, in one step each.
+        # Lengths for the host, and one upload of the indices of all batches.
         longest = [int(self.lengths[batch].max()) for batch in batches]
         real = [int(self.lengths[batch].sum()) for batch in batches]
         every = torch.split(torch.cat(batches).to(self.device), list(map(len, batches))) if batches else ()
@@ -258,7 +256,7 @@ class TextLoader(PositionedLoader):
             width = padded_length(most, self.batching.multiple)
             self._real += tokens
             self._padded += width * len(picks)
-            self._at = epoch, number + 1  # a checkpoint taken after its step must not see it again
+            self._at = epoch, number + 1  # a checkpoint after its step resumes after it
             yield self._assembled(picks, width)
         self._at = epoch + 1, 0
 

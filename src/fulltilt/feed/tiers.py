@@ -1,4 +1,4 @@
-"""The residency ladder: which tier a decoded data set goes to. The choice is a pure function; measuring is apart."""
+"""Chooses the tier that keeps a decoded data set, from the free memory of each."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ GIB = 1024**3
 class TierLimits:
     """How much of the free memory a data set may take, each with its reason."""
 
-    # Fragmentation and the steps with the largest activations come later than the steps that were watched.
+    # Fragmentation, and steps with larger activations than those measured.
     vram_margin_share: float = 0.08
     vram_margin_bytes: int = 1 * GIB
-    # Before the model has trained a step nobody knows what it needs: optimizer states and activations often take half.
+    # Before the first step the model's need is not known: optimizer state and activations often take half.
     vram_unknown_model_share: float = 0.5
-    # Pinned pages cannot be swapped or reclaimed, so that the rest of the machine has to live beside them.
+    # Pinned pages cannot be swapped or reclaimed.
     pinned_share: float = 0.4
     ram_share: float = 0.7
 
@@ -36,13 +36,13 @@ class TierLimits:
 TIER_LIMITS = TierLimits()
 
 
-# Free bytes on each tier that there is, after the model's own; the fastest tier first.
+# Free bytes on each available tier, without the model's; the fastest tier first.
 Room = dict[Tier, int]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The tier chosen, and in words why."""
+    """The chosen tier, and why."""
 
     tier: Tier
     reason: str
@@ -93,7 +93,7 @@ def measure_room(
         if reserve_bytes is None and not model_has_run:
             margin = max(margin, int(total * TIER_LIMITS.vram_unknown_model_share))
         elif reserve_bytes is not None:
-            # What the model already took is no longer free: only the rest of its reserve is still to come.
+            # Memory that the model already took is not free any more.
             margin += max(0, reserve_bytes - torch.cuda.memory_reserved(device))
         room = {"vram": max(0, free - margin), "pinned": int(ram * TIER_LIMITS.pinned_share)}
     room["ram"] = int(ram * TIER_LIMITS.ram_share)

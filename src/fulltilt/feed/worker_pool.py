@@ -1,8 +1,8 @@
 """Worker processes that write samples straight into shared memory.
 
-Against torch's DataLoader: several workers fill one batch together (low latency, few batches in memory), nothing is
-collated or pickled, no shared-memory file is opened for a batch, and rows keep the data set's own dtype (uint8, not
-float32). A DataLoader in here would also be taken for one of the user's by the recorder and the tuner.
+Unlike with a DataLoader, several workers fill one batch together (low latency, few batches in memory), and nothing is
+collated, pickled or sent through shared-memory files. The recorder and the tuner would also take a DataLoader for the
+user's.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from fulltilt.feed.tiers import local_ranks
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.records import MOST_OF_A_SETTING
 
-# Some data sets read an index of all their files before their first sample.
+# Long enough for data sets that index all their files before the first sample.
 PATIENCE_S = 300.0
-# Arm's library of convolutions asks for threads whatever torch was told, and a fork does not copy them: it waits for
-# ever, in a DataLoader's workers as in these. torch's own convolutions do not.
+# The Arm Compute Library waits for threads that a fork does not copy, and hangs, in DataLoader workers too; torch's own
+# convolutions do not.
 _HANGS_IN_A_FORK = platform.machine() in ("aarch64", "arm64")
 
 Result = TypeVar("Result")
@@ -50,9 +50,9 @@ class _Slot:
 
 
 class WorkerPool:
-    """Reads batches ahead of their use. ``workers=0`` reads in this process, at the moment of asking."""
+    """Reads batches ahead of their use. With ``workers=0`` this process reads when asked."""
 
-    @torch.inference_mode(False)  # made in an evaluation, its memory has to be of use to other threads
+    @torch.inference_mode(False)  # may be made in an evaluation
     def __init__(
         self,
         reader: Reader,
@@ -65,11 +65,11 @@ class WorkerPool:
         on_worker_start: Callable[[], None] | None = None,
     ) -> None:
         self.workers, self.closed = workers, False
-        self.retired = False  # to be closed when the pass that uses it ends
+        self.retired = False  # to be closed when its pass ends
         self._reader = reader
         self._memory = shared_bytes(slots * rows_per_slot * row_bytes)
         views = self._memory.view(slots, rows_per_slot, row_bytes)
-        # Beside the slots, so that a task is a few bytes: a full pipe of tasks would keep the parent from its results.
+        # In shared memory, so that a task is a few bytes: a full pipe of tasks would block the parent.
         draws = shared_bytes(slots * rows_per_slot * 8).view(torch.int64).view(slots, rows_per_slot)
         self._slots = [_Slot(number, *parts) for number, parts in enumerate(zip(views, draws, strict=True))]
         self._processes: list[Any] = []
@@ -92,7 +92,7 @@ class WorkerPool:
     ) -> Generator[tuple[torch.Tensor, list[Failure]], None, None]:
         """The rows of each batch and what failed, in order; the rows are valid until the next batch is asked for.
 
-        As many batches are read ahead as there are slots. Left early, the workers are ended in mid-sample.
+        As many batches are read ahead as there are slots. When it is left early, the workers are killed.
         """
         if not self.workers:
             for asked in batches:
@@ -117,9 +117,9 @@ class WorkerPool:
                 self.close()
 
     def close(self) -> None:
-        """End the workers; those that are in the middle of a sample hold nothing that has to be saved."""
+        """End the workers; those in the middle of a sample are killed."""
         idle = not self.closed and not any(slot.outstanding for slot in self._slots)
-        self.closed = True  # before they end: an iterator that outlives the pool must not take that for a death
+        self.closed = True  # first, so that an iterator does not report dead workers
         processes, self._processes = self._processes, []
         for process in processes:
             with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ class WorkerPool:
                 process.join()
 
     def __del__(self) -> None:
-        # A loader that was dropped without being closed must not leave processes behind.
+        # For a loader that was not closed.
         with contextlib.suppress(Exception):
             self.close()
 
@@ -140,7 +140,7 @@ class WorkerPool:
         slot.count = slot.outstanding = len(batch)
         slot.failures = []
         slot.draws[: slot.count] = batch
-        # Two tasks a worker and batch even out samples of unequal cost; a task much smaller would be all overhead.
+        # Two tasks per worker and batch even out samples of unequal cost.
         share = max(1, -(-slot.count // (2 * self.workers)))
         for start in range(0, slot.count, share):
             self._tasks.put((slot.number, start, min(start + share, slot.count), epoch))
@@ -174,7 +174,7 @@ def _no_processes(workers: int, error: OSError) -> MachineError:
 
 
 def worker_died(code: int | None, who: str = "it") -> MachineError:
-    """What the exit code of a worker says, and what to do about it; None where it is not known."""
+    """The error for a dead worker with this exit code, or None if that is not known, and what to do about it."""
     remedy = "The data set's own code ended it: run once without workers to see where."
     if code == -signal.SIGKILL:
         how = "got SIGKILL, most likely from the OOM killer"
@@ -205,10 +205,10 @@ def _work(
     results: Any,
     on_start: Callable[[], None] | None,
 ) -> None:
-    # Ctrl-C goes to the whole process group; the parent decides what it means.
+    # Ctrl-C goes to the whole process group; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # The parent alone can still write tasks: when it is gone, the queue ends.
+    # Only the parent holds the queue open: when it is gone, the queue ends.
     tasks._writer.close()
     results._reader.close()
     _become_worker(number, workers, getattr(reader, "dataset", None))
@@ -222,7 +222,7 @@ def _work(
 
 
 def _become_worker(number: int, workers: int, dataset: Any) -> None:
-    """Behave as worker ``number`` of ``workers`` of a DataLoader over ``dataset``, for the rest of this process."""
+    """Make this process look like worker ``number`` of ``workers`` of a DataLoader over ``dataset``."""
     torch.set_num_threads(1)
     if _HANGS_IN_A_FORK:
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment, unused-ignore]
@@ -230,10 +230,9 @@ def _become_worker(number: int, workers: int, dataset: Any) -> None:
 
 
 def default_workers() -> int:
-    """Decoding processes for this rank: one for each physical core it may use.
+    """Decoding processes for this rank: one per physical core it may use; 0 in a daemon, which may have no children.
 
-    Decoding keeps a core's arithmetic units busy, so that a second thread on it adds little and costs memory.
-    None for a daemon process, which may have no children.
+    A second thread on a core adds little to decoding and costs memory.
     """
     if multiprocessing.current_process().daemon:
         return 0
@@ -243,7 +242,7 @@ def default_workers() -> int:
 
 
 def asked_workers(number: int | None) -> int:
-    """The workers that were asked for, or the default. Raises UsageError for what is no number of processes."""
+    """The workers that were asked for, or the default. Raises UsageError."""
     if number is None:
         return default_workers()
     right = is_whole(number) and number <= MOST_OF_A_SETTING
@@ -252,10 +251,10 @@ def asked_workers(number: int | None) -> int:
 
 
 def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = None) -> Result:
-    """What ``call`` returns, called in a fork where workers are to run it too; raises what it raises of ours.
+    """What ``call`` returns, called in a forked child if there are workers. Raises its FulltiltErrors.
 
-    What a data set opens or starts in this process (a handle, a library's threads) every worker forked later would
-    inherit. Without workers, and for results that cannot be sent, it is called here.
+    Handles and threads that a data set opens in this process would be inherited by workers forked later. Without
+    workers, and for results that cannot be pickled, it is called here.
     """
     if not workers:
         return call()
@@ -272,7 +271,7 @@ def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = No
         if not mine.poll(PATIENCE_S):
             raise MachineError(
                 f"the data set gave no sample in a process of its own within {PATIENCE_S:.0f} s",
-                "It may wait for a thread, which no fork copies: make pools where they are used, or have no workers.",
+                "It may wait for a thread, which a fork does not copy: start threads in the worker, or use no workers.",
             )
         kind, answer = pickle.loads(mine.recv_bytes())
     except EOFError:
@@ -292,7 +291,7 @@ def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = No
 
 def _answer(call: Callable[[], Any], to: connection.Connection, workers: int, dataset: Any) -> None:
     _become_worker(0, workers, dataset)
-    sent = pickle.dumps(("unsent", None))  # called once more in the parent: what it raises is raised there
+    sent = pickle.dumps(("unsent", None))  # then the parent calls it, and raises its error
     with contextlib.suppress(Exception):
         try:
             sent = pickle.dumps(("result", call()))

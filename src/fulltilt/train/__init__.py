@@ -1,4 +1,4 @@
-"""The engine: loop, precision, distributed, checkpoint, guards, schedule, progress.
+"""The training engine: loop, precision, DDP and FSDP, checkpoints, guards, schedule, progress.
 
 from fulltilt.train import Job, TrainSettings, train
 train(Job(model=net, loss=loss, data=dataset), TrainSettings(epochs=20), Path("out"))
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Loaded when first asked for: the settings are of use without torch.
+# Imported on first use: the settings do not need torch.
 _HOMES = {
     "Job": "job",
     "Outcome": "train_state",

@@ -1,4 +1,4 @@
-"""Putting a training together before its first step: device, ranks, model, data; its stages; where it begins."""
+"""Builds a training before its first step: device, ranks, model, data; enters its stages; resumes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fulltilt.train.train_state import TrainState, expected_bytes
 
 
 def recompute(model: torch.nn.Module) -> None:
-    """Switch it on. Raises UsageError when the model has no switch for it."""
+    """Switch on gradient checkpointing. Raises UsageError for a model without a method for it."""
     for name in ("gradient_checkpointing_enable", "set_grad_checkpointing"):  # Hugging Face, timm
         if callable(switch := getattr(model, name, None)):
             switch()
@@ -49,7 +49,7 @@ def recompute(model: torch.nn.Module) -> None:
 
 
 def enter_stage(state: TrainState, epoch: int) -> None:
-    """Set up the stage that ``epoch`` lies in: optimizer, batch, and which parameters move in this epoch."""
+    """Set up the stage of ``epoch``: optimizer, batch size, and which parameters are trained."""
     index, epoch_in_stage = stage_at(state.stages, epoch)
     stage = state.stages[index]
     named = dict(state.model.named_parameters())
@@ -69,7 +69,7 @@ def enter_stage(state: TrainState, epoch: int) -> None:
 
 
 def learning_rate_of(state: TrainState) -> float:
-    """The rate of the next step, before the factors of the optimizer's groups."""
+    """The learning rate of the next step, before the factors of the parameter groups."""
     settings, stages, progress = state.settings, state.stages, state.progress
     index, epoch_in_stage = stage_at(stages, progress.epoch)
     stage, per_epoch = stages[index], state.source.steps_per_epoch()
@@ -95,24 +95,24 @@ def _optimizer(state: TrainState) -> torch.optim.Optimizer:
     made = make(state.model, state.settings, state.device)
     if not isinstance(made, torch.optim.Optimizer):
         raise UsageError(f"optimizer(model, settings, device) returned {type(made).__name__}, which is no optimizer")
-    for group in made.param_groups:  # the schedule moves the rates of all of them together
+    for group in made.param_groups:  # the schedule scales all of them together
         group.setdefault("lr_factor", float(group["lr"]) / state.settings.lr)
     return made
 
 
-# --------------------------------------------------------------------------- the whole
+# --------------------------------------------------------------------------- building
 
 
-# What a time limit reckons with before the first save: a network disk on a bad day.
+# For the time limit, until a save has been measured: a slow network disk.
 SLOW_DISK_BYTES_PER_S = 100e6
 
 
 def build(
     job: Job, settings: TrainSettings, out: Path, cleanup: contextlib.ExitStack, screen: TrainingScreen | None = None
 ) -> TrainState:
-    """Build the run. Everything that can be wrong before step 0 is found here. Raises FulltiltErrors.
+    """Build the run, and find everything that can be wrong before step 0. Raises FulltiltErrors.
 
-    What has to be undone at the run's end, or after a mistake, goes to ``cleanup``: a notebook lives on after either.
+    What has to be undone at the end, or after an error, goes to ``cleanup``: a notebook goes on after either.
     """
     _check_model(job)
     info = rank_from_env()
@@ -125,9 +125,9 @@ def build(
     root = out / "checkpoints"
     if group.first:
         cleanup.enter_context(checkpoint.claim(out).locked(f"another training uses {out}"))
-        checkpoint.prepare(root)  # only now: what looks left over could have been another run's, in the making
+        checkpoint.prepare(root)  # only with the lock: unfinished folders could be of a running training
     group.barrier()
-    seed_everything(settings.seed)  # alike on every rank: models that draw their weights late must agree
+    seed_everything(settings.seed)  # the same on every rank: models that draw their weights late must agree
     set_tf32(settings.tf32)
     if settings.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -153,7 +153,7 @@ def build(
     data = make_source(job.data, plan, settings, job.collate, job.augment, **where)
     cleanup.callback(data.close)
     if data.steps_per_epoch() is None and settings.max_steps is None:
-        raise UsageError("the data has no length, so nobody knows when it ends", "Set max_steps.")
+        raise UsageError("the data has no length, so the end of an epoch is not known", "Set max_steps.")
     if data.steps_per_epoch() == 0:
         raise UsageError(
             "an epoch has no step: the training data is smaller than one batch",
@@ -184,13 +184,13 @@ def build(
 def _stepper(
     job: Job, settings: TrainSettings, group: Group, screen: TrainingScreen, cleanup: contextlib.ExitStack
 ) -> Stepper:
-    """The model where it is trained, with everything that a step needs but the optimizer, which a stage brings."""
+    """The model on its device, with everything that a step needs but the optimizer: each stage makes its own."""
     device = group.device
     sharded = settings.fsdp and not group.alone
     if settings.fsdp and group.alone:
-        screen.say("fsdp: a single rank has nobody to divide the model with, so it stays whole")
+        screen.say("fsdp: there is only one rank, so the model is not sharded")
     memory_format = torch.channels_last if settings.channels_last else torch.preserve_format
-    # A model that does not fit into one GPU goes there part by part.
+    # FSDP moves a model that does not fit into one GPU there block by block.
     model = job.model.to(device="cpu" if sharded else device, memory_format=memory_format)  # type: ignore[call-overload]
     if settings.gradient_checkpointing:
         recompute(model)
@@ -225,11 +225,11 @@ def _check_model(job: Job) -> None:
             raise UsageError(what, "Make them part of the model.")
 
 
-# --------------------------------------------------------------------------- where it begins
+# --------------------------------------------------------------------------- resuming
 
 
 def resume(state: TrainState, *, resume_from: Path | None = None, fresh: bool = False) -> None:
-    """Bring the state to its newest checkpoint, or to what was named, and say which that is. Raises FulltiltErrors."""
+    """Load the newest checkpoint, or ``resume_from``, and say which. Raises FulltiltErrors."""
     if fresh and state.group.first and (old_root := checkpoint.set_aside(state.root)) is not None:
         state.screen.say(f"The checkpoints of the run before are now in {old_root}")
     state.group.barrier()
@@ -239,7 +239,7 @@ def resume(state: TrainState, *, resume_from: Path | None = None, fresh: bool = 
         for warning in found.warnings:
             state.screen.warn(warning)
         if found.checkpoint is not None:
-            # A run that was started with --resume-from goes on with its own checkpoints once it has some.
+            # A run started with --resume-from goes on with its own checkpoints once it has some.
             _restore(state, found.checkpoint.folder)
             state.writer.newest = found.checkpoint
             return
@@ -263,14 +263,14 @@ def _restore(state: TrainState, folder: Path) -> None:
         )
     loaded = state.load(folder)
     saved = loaded[1]
-    # The optimizer has to be that of the last step before its state comes in: a new stage makes its own.
+    # First the optimizer of the last step, then its state: each stage makes its own optimizer.
     train_state.take_over(folder, "progress", state.progress, saved)
     epoch, consumed = state.progress.epoch, state.progress.consumed
     enter_stage(state, min(epoch - 1 if epoch and not consumed else epoch, state.epochs - 1))
     train_state.restore(folder, state.model, state.parts(), loaded)
     changed = state.kept_settings.changed
     if isinstance(state.source, BatchSource) and "batch_size" in changed:
-        # Its position counts batches: as many samples in the batches of now, rounded down.
+        # Its position counts batches: convert it to the new batch size, rounded down.
         before, now = (kept["batch_size"] for kept in (state.kept_settings.before, state.kept_settings.now))
         state.progress.consumed = consumed * before // now
     where = f"in epoch {epoch + 1}" if consumed or not epoch else f"after epoch {epoch}"

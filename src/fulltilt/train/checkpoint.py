@@ -1,4 +1,4 @@
-"""Checkpoints of a run: how one is written, which is the newest that is intact, which old ones are deleted."""
+"""Checkpoints of a run: writing one, finding the newest intact one, deleting old ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fulltilt.train.distributed import RankInfo, local_shard, lost_contact
 
 @dataclass(frozen=True, slots=True)
 class KeepPolicy:
-    """Keep the ``last`` newest and the ``best`` ones by metric; ``mode`` says which end of the metric is good."""
+    """Keep the ``last`` newest and the ``best`` ones by metric; ``mode`` says whether higher or lower is better."""
 
     last: int = 2
     best: int = 1
@@ -49,7 +49,7 @@ TENSORS_FILE = "state.safetensors"
 VALUES_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.csv"
-# What a training writes into OUT besides the files of its record.
+# What a training writes into OUT besides its run record.
 RESERVED = ("checkpoints", METRICS_FILE, "error.log", "profile")
 _NAME = re.compile(r"step-(\d{8,})")
 _ALONE = RankInfo()
@@ -62,7 +62,7 @@ class DamagedCheckpoint(MachineError):  # noqa: N818 - reads as the thing it is
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a run at one step, frozen on the host and ready to be written; with FSDP this rank's part of it."""
+    """The state of a run at one step, copied to the host and ready to be written; with FSDP this rank's shards."""
 
     step: int
     epoch: int
@@ -89,7 +89,7 @@ class Checkpoint:
 
 
 def steps_to_delete(checkpoints: Collection[Checkpoint], policy: KeepPolicy) -> list[int]:
-    """The steps whose checkpoints go, oldest first. The newest always stays; equal metrics favour the older one."""
+    """The steps whose checkpoints are deleted, oldest first. Of equal metrics the older is kept; the newest stays."""
     by_age = sorted(checkpoints, key=lambda c: c.step)
     rated = [(c.metric, c.step) for c in by_age if c.metric is not None and c.metric == c.metric]
     sign = -1.0 if policy.mode == "max" else 1.0
@@ -107,17 +107,17 @@ def folder_name(step: int) -> str:
 
 
 def claim(out: Path) -> store.OwnedFolder:
-    """Make the output folder of a training ours. Raises ForeignFiles with the list, UsageError, MachineError."""
+    """Claim the output folder of a training. Raises ForeignFiles with the list, UsageError, MachineError."""
     folder = store.OwnedFolder.claim(out, TRAINING)
     store.create_folder(out, RESERVED)
     return folder
 
 
 def prepare(root: Path) -> None:
-    """Make ``root`` in the claimed folder, check that it can be written, and clear away what a kill has left.
+    """Make ``root`` in the claimed folder, check that it can be written, and clean up after a killed run.
 
-    Unfinished and half-deleted folders go; a displaced checkpoint comes back if its successor never arrived. Raises
-    ForeignFiles, MachineError.
+    Unfinished and half-deleted folders are removed; a displaced checkpoint comes back if its successor was not
+    finished. Raises ForeignFiles, MachineError.
     """
     folder = _owner(root)
     with refusals_told(root):
@@ -131,7 +131,7 @@ def prepare(root: Path) -> None:
 
 
 def write(root: Path, snapshot: Snapshot) -> Checkpoint:
-    """Write a checkpoint so that it is complete under its name or not there at all. Raises MachineError."""
+    """Write a checkpoint: under its name it is complete or absent. Raises MachineError."""
     partial = root / _partial_name(snapshot)
     try:
         with refusals_told(partial, snapshot.size_bytes):
@@ -174,14 +174,14 @@ def _partial_name(snapshot: Snapshot) -> str:
 
 
 def _begin(partial: Path, names: Sequence[str]) -> None:
-    """Make the folder, with files of these names and the rest to come. Raises OSError, ForeignFiles."""
+    """Make the folder and announce its files. Raises OSError, ForeignFiles."""
     files = (*names, TENSORS_FILE, VALUES_FILE, MANIFEST_FILE)
     _owner(partial.parent).announce(partial, *(partial / name for name in files))
     partial.mkdir()
 
 
 def _complete(partial: Path, snapshot: Snapshot, sums: dict[str, FileSum]) -> Checkpoint:
-    """Write what is missing besides the files of ``sums``, and give the folder its name. Raises OSError."""
+    """Write the files that ``sums`` does not have yet, and give the folder its name. Raises OSError."""
     contents = {
         TENSORS_FILE: checkpoint_format.tensor_parts(snapshot.tensors),
         VALUES_FILE: iter([json.dumps(snapshot.values).encode()]),
@@ -209,10 +209,10 @@ def _owner(root: Path) -> store.OwnedFolder:
 
 
 def _appear(folder: store.OwnedFolder, partial: Path, final: Path, manifest: dict[str, Any]) -> Checkpoint:
-    """Give the folder its name. `prepare` knows the way out of each state in between."""
+    """Give the folder its name. `prepare` repairs every state in between."""
     displaced = final.with_name(f".displaced-{final.name}.{uuid.uuid4().hex[:12]}")
     try:
-        if os.path.lexists(final):  # the run went back and came here again
+        if os.path.lexists(final):  # the run was rolled back and reached this step again
             folder.check(final)
             checkpoint_format.rename(folder, final, displaced)
         checkpoint_format.rename(folder, partial, final)
@@ -237,7 +237,7 @@ def _delete(path: Path, name: str) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove what is ours of a hidden folder. What somebody else has put there stays."""
+    """Remove our files in a hidden folder; files of others stay."""
     folder = _owner(path)
     with contextlib.suppress(OSError):  # a full disk refuses the note, not the removal
         if folder.owns(path):
@@ -245,7 +245,7 @@ def _discard(path: Path) -> None:
 
 
 def _seal(body: dict[str, Any]) -> bytes:
-    """The manifest's exact bytes: its own checksum guards step, metric and layout as well."""
+    """The manifest's bytes, with a checksum of its own."""
     checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "manifest_sha256": checksum}, indent=1) + "\n").encode()
 
@@ -280,7 +280,7 @@ def set_aside(root: Path) -> Path | None:
     with refusals_told(root):
         checkpoint_format.rename(folder, root, old_root)
         folder.make(root)
-        # Its epochs are no part of the fresh run's history, which forecasts are made from.
+        # Its epochs are not part of the fresh run's history.
         if folder.owns(log):
             checkpoint_format.rename(folder, log, old_log)
     return old_root
@@ -347,7 +347,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
         files = manifest["files"]
         names = set(files)
         plain_names = all(Path(name).name == name for name in names)
-        # What is read is verified.
         complete = {TENSORS_FILE, VALUES_FILE} <= names and {MODEL_FILE, SHARDS_FILE} & names
         intact = _seal(manifest) == raw and plain_names and complete
         newer = manifest["schema_version"] > SCHEMA_VERSION
@@ -373,19 +372,19 @@ def _described(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
     return Checkpoint(folder, manifest["step"], manifest["epoch"], manifest["metric"])
 
 
-# --------------------------------------------------------------------------- the newest
+# --------------------------------------------------------------------------- finding the newest
 
 
 @dataclass(frozen=True, slots=True)
 class NewestCheckpoint:
-    """The newest complete checkpoint, or None when there is none at all; and why newer ones were refused."""
+    """The newest intact checkpoint, or None when there is none at all; and why newer ones were refused."""
 
     checkpoint: Checkpoint | None
     warnings: tuple[str, ...] = ()
 
 
 def newest_complete(root: Path) -> NewestCheckpoint:
-    """Verify from the newest on until one passes. Raises MachineError when there are some and none passes."""
+    """Verify checkpoints, newest first, until one is intact. Raises MachineError when there are some and none is."""
     refused: list[tuple[Path, str]] = []
     for folder in folders(root) if root.is_dir() else ():
         try:
@@ -408,11 +407,11 @@ def _fallback_warning(refused: Path, why: str, taken: Checkpoint) -> str:
     return f"{refused.name} is refused: {why}. Falling back to {taken.folder.name}: {told} lost."
 
 
-# --------------------------------------------------------------------------- beside the training
+# --------------------------------------------------------------------------- writing in the background
 
 
 class HostMemory:
-    """Host copies of device tensors, in buffers that are pinned once and used again by every save."""
+    """Host copies of device tensors, in pinned buffers that every save uses again."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -422,7 +421,7 @@ class HostMemory:
     ) -> dict[str, torch.Tensor]:
         """Copies that no later step can change. The caller synchronises once, after the last of them.
 
-        Of what is sharded each rank copies its part; ``mesh`` has the same ranks, on their hosts.
+        Of sharded tensors each rank copies its part; ``mesh`` is the CPU mesh of the same ranks.
         """
         frozen: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -443,7 +442,7 @@ def _host_buffer(source: torch.Tensor) -> torch.Tensor:
     if source.is_cuda:
         try:
             return torch.empty_like(source, device="cpu", pin_memory=True)
-        except RuntimeError:  # the machine limits pinned memory; an ordinary copy is slower but right
+        except RuntimeError:  # pinned memory is limited here; pageable memory is slower
             pass
     return torch.empty_like(source, device="cpu")
 
@@ -451,8 +450,8 @@ def _host_buffer(source: torch.Tensor) -> torch.Tensor:
 class Writer:
     """Writes one checkpoint at a time in the background and deletes old ones by policy.
 
-    The next ``check``, ``wait`` or ``save`` raises its error: a run cannot end well without its checkpoint. With a
-    ``mesh`` of ranks on their hosts all of them save at once, each its shards.
+    The next ``check``, ``wait`` or ``save`` raises its error. With a CPU ``mesh`` all of its ranks save at once, each
+    its shards.
     """
 
     def __init__(self, root: Path, policy: KeepPolicy, mesh: DeviceMesh | None = None) -> None:
@@ -463,7 +462,7 @@ class Writer:
         self._error: BaseException | None = None
 
     def check(self) -> None:
-        """Raise what the writer met since the last call, if anything. Never waits."""
+        """Raise the writer's error since the last call, if any. Never waits."""
         if self._error is not None:
             error, self._error = self._error, None
             if isinstance(error, FulltiltError | KeyboardInterrupt) or lost_contact(error):
@@ -471,12 +470,12 @@ class Writer:
             raise MachineError(f"the checkpoint was not written: {type(error).__name__}: {error}") from error
 
     def wait(self) -> None:
-        """Wait until the disk has everything. Raises what the writer met."""
+        """Wait until everything is on disk. Raises the writer's error."""
         self.finish()
         self.check()
 
     def finish(self) -> None:
-        """Let a save under way come to its end. Raises nothing."""
+        """Wait for a save under way. Raises nothing."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -488,7 +487,7 @@ class Writer:
             self._write(snapshot)
             self.check()
             return
-        # Not a daemon: if the main thread dies of an exception, the interpreter still waits for a save under way.
+        # Not a daemon: after an exception in the main thread the interpreter still waits for the save.
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="fulltilt-checkpoint")
         self._thread.start()
 
@@ -497,9 +496,9 @@ class Writer:
         try:
             group = None if self.mesh is None else self.mesh.get_group()
             self.newest = write(self.root, snapshot) if group is None else write_shards(self.root, snapshot, group)
-            if self.newest is not None:  # else the first rank has done all of this
+            if self.newest is not None:  # else this is not the first rank
                 delete_old(self.root, self.policy)
-        except BaseException as error:  # handed over to the training thread, which raises it
+        except BaseException as error:  # raised on the training thread, by `check`
             self._error = error
         self.longest_save_s = max(self.longest_save_s, time.monotonic() - begun)
 
@@ -507,7 +506,7 @@ class Writer:
 def check_space(root: Path, size_bytes: int, policy: KeepPolicy) -> None:
     """Raise MachineError before step 0 unless all kept checkpoints and the one being written will fit.
 
-    What earlier checkpoints of this run take already counts as room, because they make way for new ones.
+    Earlier checkpoints of this run count as free space, because new ones replace them.
     """
     with contextlib.suppress(ImportError):  # Windows has no such limit
         import resource

@@ -1,4 +1,4 @@
-"""The format of a checkpoint's files: flushed to disk with their sums, tensors as safetensors, state as plain JSON.
+"""The files of a checkpoint: tensors as safetensors, state as JSON, all flushed to disk and with checksums.
 
 Every write, fsync and rename of a checkpoint goes through here, so that a test can kill the process at each of them.
 """
@@ -23,7 +23,7 @@ from fulltilt.store import OwnedFolder, open_plain
 
 # Small enough that a write never holds a page-cache lock for long, large enough that the call itself costs nothing.
 CHUNK_BYTES = 16 * 2**20
-# torch.distributed.checkpoint's own name: which part of which tensor lies where in the files of the ranks.
+# torch.distributed.checkpoint's own name for the index of the shards.
 SHARDS_FILE = ".metadata"
 _FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
@@ -75,7 +75,7 @@ def rename(folder: OwnedFolder, old: Path, new: Path) -> None:
 
 @contextlib.contextmanager
 def refusals_told(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
-    """Within it, a refused write is a MachineError; ``needed_bytes`` are those of the whole checkpoint."""
+    """Turns a failed write into a MachineError; ``needed_bytes``: of the whole checkpoint."""
     try:
         yield
     except OSError as error:
@@ -83,14 +83,14 @@ def refusals_told(path: Path, needed_bytes: int | None = None) -> Iterator[None]
 
 
 def refused_write(error: BaseException, out: Path) -> MachineError | None:
-    """The error for a disk that took no more of what goes to ``out``; None for any other error."""
+    """The error for a full disk under ``out``; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return None
     return cannot_write(Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else out, error)
 
 
 def cannot_write(path: Path, error: OSError, needed_bytes: int | None = None) -> MachineError:
-    """The error for a refused write: the cause, the file, and what to change."""
+    """The error for a failed write: the cause, the file, and what to change."""
     cause = error.strerror or str(error)
     if error.errno == errno.EFBIG:
         return MachineError(
@@ -108,8 +108,8 @@ def cannot_write(path: Path, error: OSError, needed_bytes: int | None = None) ->
 
 
 # --------------------------------------------------------------------------- tensors as safetensors
-# The library's own writer copies everything into one bytes object while it holds the interpreter's lock, which would
-# stall the training loop beside it. Here each tensor's memory goes to the disk as it lies.
+# The library's own writer copies everything into one bytes object while it holds the GIL, which would stall the
+# training loop. Here each tensor's memory is written directly.
 
 
 _DTYPE_NAMES = {
@@ -181,11 +181,11 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 # --------------------------------------------------------------------------- state as plain values and named tensors
-# Nothing in it needs unpickling: a tensor is replaced by {"$tensor": name}, tuples and odd dicts are marked likewise.
+# Nothing needs unpickling: a tensor becomes {"$tensor": name}, tuples and dicts with other keys are marked likewise.
 
 
 def flatten_state(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Split ``tree`` into plain values and its tensors by path. Raises UsageError for what neither can hold."""
+    """Split ``tree`` into plain values and its tensors by path. Raises UsageError for any other value."""
     tensors: dict[str, torch.Tensor] = {}
     return _flatten(tree, "state", tensors), tensors
 
@@ -213,7 +213,7 @@ def _flatten(node: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def unflatten_state(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The tree that ``flatten`` took apart. Raises KeyError when a tensor is missing."""
+    """The tree that ``flatten_state`` split. Raises KeyError when a tensor is missing."""
     if isinstance(plain, list):
         return [unflatten_state(value, tensors) for value in plain]
     if not isinstance(plain, dict):

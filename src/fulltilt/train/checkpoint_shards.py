@@ -1,6 +1,6 @@
-"""The shards in a checkpoint: each rank writes its own, any number of ranks reads them (torch.distributed.checkpoint).
+"""Sharded checkpoints with torch.distributed.checkpoint: each rank writes its shards, any number of ranks reads them.
 
-Loaded when it is first needed: torch's part of it takes its time to import.
+Imported on first use: torch.distributed.checkpoint is slow to import.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SUMS = MetadataIndex("sums of files")
 class _Writer(FileSystemWriter):
     """The first rank makes the folder (``begin``, with the names of all files) and gives it its name (``complete``).
 
-    Both run where torch hands an error of any rank to all of them.
+    Both run in methods whose errors torch raises on all ranks.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class _Writer(FileSystemWriter):
         names = {result.storage_data.relative_path for result in written}
         sums = {name: checkpoint_format.hash_file(self._folder / name) for name in names}
         future: Future[list[WriteResult]] = Future()
-        future.set_result([*written, WriteResult(_SUMS, 0, sums)])  # travels to the first rank with the rest
+        future.set_result([*written, WriteResult(_SUMS, 0, sums)])  # torch sends it to the first rank with the rest
         return future
 
     def finish(self, metadata: Any, results: list[list[WriteResult]]) -> None:
@@ -67,7 +67,7 @@ class _Writer(FileSystemWriter):
         self._complete({**sums, SHARDS_FILE: checkpoint_format.hash_file(self._folder / SHARDS_FILE)})
 
     def storage_meta(self) -> None:
-        """The path of the folder, which is not its last one."""
+        """Nothing: torch would store the folder's path, which changes."""
 
 
 def write(
@@ -77,7 +77,7 @@ def write(
     begin: Callable[[Sequence[str]], None],
     complete: Callable[[dict[str, FileSum]], None],
 ) -> None:
-    """Write what this rank has of ``tensors``; of what all ranks have, the first rank's. All ranks take part.
+    """Write this rank's shards of ``tensors``, and replicated tensors once. All ranks take part.
 
     Raises what went wrong on any rank: a FulltiltError, an OSError, or MachineError for the rest.
     """
@@ -95,7 +95,7 @@ def write(
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes torch's descriptions of tensors and nothing else: a checkpoint from elsewhere must not run code."""
+    """Loads torch's descriptions of tensors and nothing else: a foreign checkpoint must not run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = None if "." in name else super().find_class(module, name)
@@ -115,9 +115,9 @@ class _Reader(FileSystemReader):
 def read(
     folder: Path, files: Collection[str], model: Mapping[str, torch.Tensor], prefix: str
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint: each rank's own part of them where ``model`` is sharded, else whole.
+    """The tensors of a checkpoint: this rank's shards where ``model`` is sharded, else whole.
 
-    ``files`` may be read; names of the model's own tensors begin with ``prefix``. Raises OSError, ValueError.
+    Only ``files`` are read; names of the model's tensors begin with ``prefix``. Raises OSError, ValueError.
     """
     mesh = next((tensor.device_mesh for tensor in model.values() if isinstance(tensor, DTensor)), None)
     reader, tensors = _Reader(folder), {}
@@ -133,7 +133,7 @@ def read(
             else:  # fully_shard divides along the first dimension
                 tensors[name] = empty_shards(*size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it reads alone, which is meant: nobody is waited for
+            warnings.simplefilter("ignore", UserWarning)  # about loading without a process group, as meant
             load(tensors, storage_reader=reader, no_dist=True)
     except OSError:
         raise

@@ -1,11 +1,9 @@
 """A model's forward and backward as CUDA graphs: captured once for each shape, then replayed with one launch each.
 
-An evaluation's forward is one of its own.
-
-Where kernels are short, the GPU waits for the host to launch them one by one. A graph is launched as a whole. What is
-captured is what the GPU did, though, not what Python decided: a forward that draws Python's random numbers, or changes
-with the step, would be frozen. So a job has to ask for it (``cuda_graphs``); the recipes do, since they know their
-models. Whatever cannot be captured runs as it did before.
+Evaluation has graphs of its own. Where kernels are short, the GPU waits for the host to launch each of them; a graph is
+launched as a whole. A graph repeats what the GPU did, not what Python decided: a forward that draws Python's random
+numbers, or changes with the step, would be frozen. So a job has to ask for it (``cuda_graphs``), as the recipes do.
+Whatever cannot be captured runs eagerly.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ _SOURCES = {"python": "Python's", "numpy": "NumPy's", "torch": "the host's"}
 
 
 class HostState:
-    """Random states, and what each module of ``model`` remembers, as they are now."""
+    """The random states of the host, and the attributes of each module of ``model``, at one moment."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._random = rng_state(_HOST)
         self._modules = [
-            # Buffers, parameters and caches lie in dicts and lists of the module: one level of these is copied.
+            # Buffers, parameters and caches are in dicts and lists of the module: one level of these is copied.
             (name, module, {key: (value, _copied(value)) for key, value in vars(module).items()})
             for name, module in model.named_modules()
         ]
@@ -54,7 +52,7 @@ class HostState:
         return None
 
     def restore(self) -> None:
-        """Make everything as it was."""
+        """Put everything back."""
         restore_rng(self._random, _HOST)
         for _, module, before in self._modules:
             vars(module).clear()
@@ -102,7 +100,7 @@ class CapturedCall:
     structure: Any
 
     def replay(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The outputs of the forward for other tensors, in memory of their own."""
+        """The outputs of the forward for other tensors, as copies."""
         for place, given in zip(self.inputs, tensors, strict=False):
             place.copy_(given, non_blocking=True)
         self.forward.replay()
@@ -110,7 +108,7 @@ class CapturedCall:
 
 
 def has_room(device: torch.device, parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Whether a recorded step fits beside one that is not: other shapes, and evaluations, still come."""
+    """Whether a captured step fits into memory in addition to an eager one of another shape."""
     free, _ = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_allocated(device)
     free += torch.cuda.memory_reserved(device) - held
@@ -127,30 +125,28 @@ def capture(
     *,
     compiled: bool = False,
 ) -> CapturedCall:
-    """Record ``call`` of ``model`` on copies of ``tensors``. Random numbers and buffers are afterwards as they were.
+    """Capture ``call`` of ``model`` on copies of ``tensors``. Random states and buffers are put back afterwards.
 
-    Without ``parameters`` to train there is no backward.
-
-    When that fails, graphs recorded before no longer draw the right random numbers.
+    Without ``parameters`` there is no backward. After a failure, earlier graphs draw wrong random numbers.
     """
     device = tensors[0].device
     generator = torch.cuda.default_generators[device.index]
     drawn, host = generator.get_state(), HostState(model)
     buffers = list(model.buffers())
-    inputs = tuple(tensor.clone() for tensor in tensors)  # dense, also of one that repeats itself (``expand``)
+    inputs = tuple(tensor.clone() for tensor in tensors)  # dense, also where ``expand`` made it
     kept = [buffer.clone() for buffer in buffers]
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    # Other threads (the feed's, an observer's) may talk to the GPU meanwhile: only this one is recorded.
-    recording = functools.partial(torch.cuda.graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-    # Models that make a constant on the host and move it (timm's EdgeNeXt does) make it on the GPU at once. A compiled
-    # one has moved it there, and would be compiled again: torch.compile looks at how it is called.
+    # Other threads (the feed's, the recorder's) may use the GPU meanwhile: only this one is captured.
+    capturing = functools.partial(torch.cuda.graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    # Constants that a model makes on the host and moves (timm's EdgeNeXt does) are made on the GPU. Not for a compiled
+    # model: it has moved them already, and another default device would compile it again.
     constants = contextlib.nullcontext() if compiled else torch.device(device)
     try:
-        # Older torch goes on in the stream of a recording that failed: the one of now is entered to be gone back to.
+        # After a failed capture older torch stays on its stream: entering the current one here leads back to it.
         with torch.cuda.stream(torch.cuda.current_stream(device)), constants:
             _renew_ends(parameters)
             with torch.cuda.stream(stream):
@@ -160,26 +156,26 @@ def capture(
                         _gradients_of(warm, [torch.zeros_like(out) for out in warm], parameters)
             del warm
             torch.cuda.synchronize(device)
-            torch.clear_autocast_cache()  # a weight that was cast before would never be cast again
-            with recording(forward):
+            torch.clear_autocast_cache()  # or the graph would use weights cast once and never again
+            with capturing(forward):
                 result = call(inputs)
             leaves, structure = pytree.tree_flatten(result)
             output_gradients = tuple(torch.zeros_like(out) if out.requires_grad else None for out in leaves)
             gradients: tuple[torch.Tensor | None, ...] = ()
             if parameters:
-                with recording(backward):
+                with capturing(backward):
                     gradients = _apart(_gradients_of(leaves, output_gradients, parameters))
         if (change := host.change()) is not None:
             raise RuntimeError(f"its forward {change}, which a replay would not")
         generator.set_state(drawn)
     except BaseException:
-        # A generator that was being recorded when that failed would stay so for good: go on with a new one.
+        # A generator stays in capture mode after a failure: replace its state.
         another = torch.Generator(device)
         another.set_state(drawn)
         generator.graphsafe_set_state(another.graphsafe_get_state())
         raise
     finally:
-        torch.clear_autocast_cache()  # casts that only a replay computes
+        torch.clear_autocast_cache()  # it holds casts that only a replay computes
         torch.cuda.synchronize(device)
         host.restore()
         with torch.no_grad():
@@ -190,13 +186,13 @@ def capture(
 
 
 class PendingBackward:
-    """A forward whose backward may come. It is part of the autograd graph and goes with it."""
+    """A forward whose backward may still come. The autograd graph holds it and frees it."""
 
     def __init__(self) -> None:
         self.done = False
 
     def notice_backward(self, result: Any) -> None:
-        """Be done as soon as a gradient comes to one of the tensors of ``result``."""
+        """Set ``done`` when a gradient reaches one of the tensors of ``result``."""
         for out in pytree.tree_leaves(result):
             if isinstance(out, torch.Tensor) and out.grad_fn is not None:
                 out.register_hook(self._came)  # type: ignore[no-untyped-call, unused-ignore]
@@ -210,30 +206,30 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recorded: CapturedCall, pending: PendingBackward, *tensors: torch.Tensor
+        ctx: Any, captured: CapturedCall, pending: PendingBackward, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """The outputs, in memory that the next replay leaves alone."""
-        ctx.recorded, ctx.pending = recorded, pending
-        outputs = recorded.replay(tensors)
-        fixed = [out for out, grad in zip(outputs, recorded.output_gradients, strict=True) if grad is None]
+        """The outputs, as copies that the next replay does not overwrite."""
+        ctx.captured, ctx.pending = captured, pending
+        outputs = captured.replay(tensors)
+        fixed = [out for out, grad in zip(outputs, captured.output_gradients, strict=True) if grad is None]
         ctx.mark_non_differentiable(*fixed)
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the parameters, in memory that the next replay writes anew."""
-        recorded = ctx.recorded
-        if ctx.pending.done:  # the activations have made way for the gradients
+        """The gradients of the parameters, in memory that the next replay overwrites."""
+        captured = ctx.captured
+        if ctx.pending.done:  # its activations are overwritten
             what = "backward goes twice through one forward, which a replay from CUDA graphs cannot do"
             raise UsageError(what, "Set cuda_graphs: false.")
-        for place, given in zip(recorded.output_gradients, gradients, strict=True):
+        for place, given in zip(captured.output_gradients, gradients, strict=True):
             if place is not None:
                 place.copy_(given, non_blocking=True)
-        recorded.backward.replay()
+        captured.backward.replay()
         ctx.pending.done = True
-        found = tuple(None if gradient is None else gradient.detach() for gradient in recorded.gradients)
-        return (None, None, *(None for _ in recorded.inputs), *found)
+        found = tuple(None if gradient is None else gradient.detach() for gradient in captured.gradients)
+        return (None, None, *(None for _ in captured.inputs), *found)
 
 
 def _gradients_of(
@@ -246,22 +242,22 @@ def _gradients_of(
 
 
 def _renew_ends(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Let the next forward end in new nodes of the autograd graph.
+    """Make the next forward create new AccumulateGrad nodes.
 
-    A parameter's node lives as long as any graph that ends in it, say that of the last step's loss, and remembers the
-    stream of its first forward. A backward of today would wait for that stream, which no recording can hold.
+    A parameter's node lives as long as any autograd graph that ends in it, such as that of the last loss, and keeps
+    the stream of its first forward. A backward would wait for that stream, which a capture does not allow.
     """
     for parameter in parameters:
         if type(parameter) is not torch.nn.Parameter:
             continue  # other kinds have rules of their own
         data = parameter.data
         other = torch.float16 if data.dtype != torch.float16 else torch.float32
-        parameter.data = data.new_empty(0, dtype=other)  # a node for numbers of another kind is of no use any more
+        parameter.data = data.new_empty(0, dtype=other)  # another dtype makes torch drop the node
         parameter.data = data
 
 
 def _apart(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """Gradients with memory of their own: those of ``a`` and ``b`` in ``a + b`` are one, and are clipped in place."""
+    """Gradients that share no memory: in ``a + b`` both get the same tensor, and clipping is in place."""
     places = [None if gradient is None else gradient.untyped_storage().data_ptr() for gradient in gradients]
     return tuple(
         gradient.clone() if gradient is not None and place in places[:index] else gradient
@@ -272,24 +268,24 @@ def _apart(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | Non
 # --------------------------------------------------------------------------- replay
 
 
-# Shapes are recorded when they come so often: the first times libraries and compilers prepare themselves.
+# A shape is captured after so many eager calls, in which libraries and compilers warm up.
 EAGER_FIRST = 3
-# Each holds gradients of its own.
+# Each shape holds gradients of its own.
 MOST_SHAPES = 16
 
 Say = Callable[[str], None]
 
 
 class GraphedModel:
-    """Stands in for the ``forward`` of ``called``, a model or what torch.compile made of it, until ``undo``."""
+    """Replaces the ``forward`` of ``called``, the model or its compiled version, until ``undo``."""
 
     def __init__(self, model: torch.nn.Module, called: Any, say: Say) -> None:
         self._model, self._called, self._say = model, called, say
         self._eager = called.forward
-        self._recorded: dict[Any, CapturedCall | None] = {}  # None: it cannot be recorded
+        self._graphs: dict[Any, CapturedCall | None] = {}  # None: it cannot be captured
         self._seen: dict[Any, int] = {}
         self._parts: dict[bool, _Parts] = {}  # for training, and for evaluation
-        # A replay overwrites the activations of the one before, and recording beside another forward would fail.
+        # A replay overwrites the activations of the one before; a capture during another forward would fail.
         self._pending: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self._pool: Any = None
         self._given_up: set[bool] = set()  # of training (True) and evaluation (False)
@@ -297,7 +293,7 @@ class GraphedModel:
         called.forward = _GraphedForward(self._forward, called)
 
     def undo(self) -> None:
-        """Leave it as it was."""
+        """Put the original ``forward`` back."""
         self.forget()
         if self._own is not None:
             self._called.forward = self._own
@@ -305,69 +301,69 @@ class GraphedModel:
             del self._called.forward
 
     def forget(self) -> bool:
-        """Give the memory of all graphs back; tells whether there were any. Also for other trainable parameters."""
-        any_there = any(self._recorded.values())
-        self._recorded.clear()
+        """Free all graphs, also when the trainable parameters change. Returns whether there were any."""
+        any_there = any(self._graphs.values())
+        self._graphs.clear()
         self._seen.clear()
         self._parts.clear()
         self._pool = None
         return any_there
 
     def give_up(self) -> bool:
-        """Record nothing any more, because memory ran out. Tells whether that gives memory back."""
+        """Stop capturing, because memory ran out. Returns whether that freed any."""
         self._given_up = {True, False}
         return self.forget()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        recorded = self._recording_of(args, kwargs, tensors) if tensors and self._replays(values) else None
+        captured = self._captured_for(args, kwargs, tensors) if tensors and self._replays(values) else None
         pending = PendingBackward()
-        if recorded is None:
+        if captured is None:
             result = self._eager(*args, **kwargs)
             pending.notice_backward(result)
         elif torch.is_grad_enabled():
-            leaves = Replay.apply(recorded, pending, *tensors, *recorded.parameters)
-            result = pytree.tree_unflatten(leaves, recorded.structure)
+            leaves = Replay.apply(captured, pending, *tensors, *captured.parameters)
+            result = pytree.tree_unflatten(leaves, captured.structure)
         else:
-            return pytree.tree_unflatten(recorded.replay(tensors), recorded.structure)
+            return pytree.tree_unflatten(captured.replay(tensors), captured.structure)
         if torch.is_grad_enabled():
             self._pending.add(pending)
         return result
 
     def _replays(self, values: tuple[Any, ...]) -> bool:
-        """Whether this call may be a replay: one forward of a training step, its backward next, or an evaluation's."""
+        """Whether this call may be a replay: the only forward before a backward, or one of an evaluation."""
         training = self._model.training
         if training in self._given_up or training != torch.is_grad_enabled():
             return False
         if any(not pending.done for pending in self._pending):
             return False
-        # Whoever wants the activations elsewhere, or computed again (torch.utils.checkpoint), would find none.
+        # Hooks on saved tensors (activation checkpointing, offloading) would see none.
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return False
         if training in self._parts and self._parts[training].changed():
             self.forget()
         if training not in self._parts:
             self._parts[training] = _Parts(self._model)
-        # A replay writes the gradients anew: what another backward has left there would be lost.
+        # A replay overwrites the gradients: those of another backward would be lost.
         if training and any(parameter.grad is not None for parameter in self._parts[True].trained):
             return False
         return all(_fits(value) for value in values)
 
-    def _recording_of(
+    def _captured_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> CapturedCall | None:
-        """The graphs for such a call; None where there are none yet, or never will be."""
+        """The graphs for this call; None where there are none yet, or the call cannot be captured."""
         training = self._model.training
         key = training, torch.is_inference_mode_enabled(), _call_key(args, kwargs)
-        if key not in self._recorded:
+        if key not in self._graphs:
             self._seen[key] = self._seen.get(key, 0) + 1
-            if self._seen[key] <= EAGER_FIRST or sum(one[0] is training for one in self._recorded) >= MOST_SHAPES:
+            if self._seen[key] <= EAGER_FIRST or sum(one[0] is training for one in self._graphs) >= MOST_SHAPES:
                 return None
-            self._recorded[key] = self._record(tensors, functools.partial(_with_tensors, self._eager, args, kwargs))
-        return self._recorded[key]
+            self._graphs[key] = self._capture(tensors, functools.partial(_with_tensors, self._eager, args, kwargs))
+        return self._graphs[key]
 
-    def _record(self, tensors: list[torch.Tensor], call: Call) -> CapturedCall | None:
+    def _capture(self, tensors: list[torch.Tensor], call: Call) -> CapturedCall | None:
         trained = self._parts[True].trained if self._model.training else []
         if not has_room(tensors[0].device, trained):
             return None
@@ -377,27 +373,27 @@ class GraphedModel:
             return capture(call, tensors, trained, self._model, self._pool, compiled=compiled)
         except Exception as error:  # whatever a model does that a graph cannot hold
             what = "step" if trained else "evaluation"
-            self._say(f"the {what} cannot be recorded as a CUDA graph and runs as it is: {_capture_error(error)}")
+            self._say(f"the {what} cannot be captured as a CUDA graph and runs as it is: {_capture_error(error)}")
             if trained:
                 self.give_up()
             else:
                 self._given_up.add(False)
-                self.forget()  # steps are recorded anew: theirs no longer draw the right random numbers
+                self.forget()  # the graphs of steps draw wrong random numbers now, and are captured again
             return None
 
 
 class _Parts:
-    """The modules and parameters of a model, and how they stood when it was recorded."""
+    """The modules and parameters of a model, and their modes and places when it was captured."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
-        # Other kinds of parameters lie nowhere themselves.
+        # Other kinds of parameters have no memory of their own.
         self._plain = [parameter for parameter in self._parameters if type(parameter) is torch.nn.Parameter]
         self.trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._stood = self._stand()
 
     def changed(self) -> bool:
-        """Whether a module is in another mode now, or a parameter trained or frozen or elsewhere."""
+        """Whether a module's mode, or a parameter's requires_grad or address, is another one now."""
         return self._stand() != self._stood
 
     def _stand(self) -> tuple[list[bool], list[bool], list[int]]:
@@ -409,7 +405,7 @@ class _Parts:
 
 
 class _GraphedForward:
-    """What is called instead of a module's ``forward``. A copy of the module has the forward of its class again."""
+    """Called instead of a module's ``forward``. A copy of the module has the original one."""
 
     def __init__(self, forward: Callable[..., Any], module: Any) -> None:
         functools.update_wrapper(self, module.forward)
@@ -449,7 +445,7 @@ def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _capture_error(error: BaseException) -> str:
-    """What went wrong first: leaving a recording that failed fails too."""
+    """The first error: leaving a failed capture raises another one."""
     while "previous error during capture" in str(error) and error.__context__ is not None:
         error = error.__context__
     said = str(error).strip()

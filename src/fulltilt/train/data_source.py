@@ -1,4 +1,4 @@
-"""Where the batches of a step come from: the feed, a DataLoader that the engine shuffles, or ready batches."""
+"""The source of a step's batches: the feed, a DataLoader over a map-style data set, or ready batches."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def split_batch(batch: Any, total: int, most: int | None) -> Iterator[Piece]:
 
 
 def to_device(batch: Any, device: torch.device, memory_format: torch.memory_format | None = None) -> Any:
-    """The batch on ``device``. Copies from pinned memory do not wait. Images may change to channels-last.
+    """The batch on ``device``, without waiting for copies from pinned memory; images in ``memory_format``.
 
-    A class that has ``to(device)`` (a packed sequence) moves itself.
+    An object with ``to(device)`` (a packed sequence) moves itself.
     """
 
     def move(node: Any) -> Any:
@@ -76,7 +76,7 @@ def to_device(batch: Any, device: torch.device, memory_format: torch.memory_form
 
 
 def _rebuilt(node: Any, change: Callable[[Any], Any]) -> Any:
-    """A batch of any structure with what ``change`` makes of each part; None means to look inside."""
+    """The batch with each part replaced by what ``change`` returns; None means to look inside the part."""
     if (changed := change(node)) is not None:
         return changed
     if not isinstance(node, Mapping | list | tuple):
@@ -89,7 +89,7 @@ def _rebuilt(node: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def counts_of_all(count: int) -> list[int]:
-    """Every rank's ``count``. Host to host; the GPUs run on."""
+    """Every rank's ``count``, exchanged between the hosts; no GPU is waited for."""
     mine = torch.tensor([count])
     counts = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, mine)
@@ -97,7 +97,7 @@ def counts_of_all(count: int) -> list[int]:
 
 
 def rows_of_all(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """The rows of all ranks, ``counts`` of them each. Gradients flow to our own rows only."""
+    """The rows of all ranks, ``counts[rank]`` of each. Gradients flow to this rank's rows only."""
     most, rank = max(counts), dist.get_rank()
     padded = rows.detach().new_zeros(most, *rows.shape[1:])
     padded[: len(rows)] = rows.detach()
@@ -118,21 +118,21 @@ CPU = torch.device("cpu")
 
 
 class PartialBatch(NamedTuple):
-    """A batch with holes: what is left of it (None when nothing is), and the samples that are not."""
+    """What could be read of a batch (None for nothing), and the samples that could not."""
 
     batch: Any
     failures: list[Failure]
 
 
 class CollateReadable:
-    """Collates what could be read. A batch without failures is what it always was."""
+    """Collates the samples that could be read."""
 
     def __init__(self, collate: Collate) -> None:
         self.collate = collate
-        self.__qualname__ = getattr(collate, "__qualname__", type(collate).__name__)  # what a report calls it
+        self.__qualname__ = getattr(collate, "__qualname__", type(collate).__name__)  # shown in reports
 
     def __call__(self, samples: list[Any]) -> Any:
-        """A batch, or a PartialBatch."""
+        """A batch, or a PartialBatch where samples failed."""
         failures = [sample for sample in samples if isinstance(sample, Failure)]
         if not failures:
             return self.collate(samples)
@@ -157,7 +157,7 @@ class StepData:
 
 
 class SeededSamples(torch.utils.data.Dataset[Any]):
-    """A data set whose random draws depend on (seed, epoch, index) only: not on workers, ranks or resumes."""
+    """A data set whose random numbers depend on (seed, epoch, index) only, not on workers, ranks or resumes."""
 
     def __init__(self, samples: Any, seed: int) -> None:
         self.samples = samples
@@ -177,7 +177,7 @@ class SeededSamples(torch.utils.data.Dataset[Any]):
 
 
 class PlannedSource:
-    """Steps of whole batches after a plan. ``consumed`` counts samples over all ranks; a skipped one counts as used."""
+    """Steps of an EpochPlan. ``consumed`` counts samples over all ranks, also skipped ones."""
 
     def __init__(self, plan: EpochPlan) -> None:
         self.plan = plan
@@ -187,7 +187,7 @@ class PlannedSource:
         raise NotImplementedError
 
     def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
-        """The steps left in ``epoch`` after ``consumed`` (samples, or ready batches) were used."""
+        """The steps left in ``epoch`` after ``consumed`` samples or ready batches."""
         plan = replace(self.plan, epoch=epoch, start=consumed)
         order, drawn = self._begin(plan)
         for step in range(plan.steps):
@@ -205,7 +205,7 @@ class PlannedSource:
         return consumed // self.plan.step_samples
 
     def resize(self, batch_size: int) -> None:
-        """Give the same data in other batches, from the next call of ``steps`` on."""
+        """Change the batch size, from the next call of ``steps`` on."""
         self.plan = replace(self.plan, batch_size=batch_size)
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class PlannedSource:
 
 
 class MapSource(PlannedSource):
-    """A map-style data set behind a DataLoader whose workers live as long as the run."""
+    """A map-style data set read through a DataLoader whose workers live as long as the run."""
 
     def __init__(
         self,
@@ -269,16 +269,16 @@ class MapSource(PlannedSource):
             yield None if batch is None else (batch, len(ids))
 
     def close(self) -> None:
-        """See PlannedSource. Left to themselves the workers would notice up to five seconds later that we are gone."""
+        """See PlannedSource. By themselves the workers would notice our end only after up to five seconds."""
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
             iterator._shutdown_workers()
             for worker in getattr(iterator, "_workers", ()):
-                worker.kill()  # one that is stuck in a sample does not heed SIGTERM; see start_worker
+                worker.kill()  # a worker ignores SIGTERM, see start_worker
 
 
 class BatchSource:
-    """Ready batches from any iterable. A resume goes to its position, or draws and drops what was used already."""
+    """Ready batches from any iterable. A resume draws and drops the used batches, if the iterable cannot skip them."""
 
     def __init__(self, iterable: Any, accumulation: int, world_size: int) -> None:
         self.iterable, self.accumulation, self.world_size = iterable, accumulation, world_size
@@ -286,7 +286,7 @@ class BatchSource:
 
     def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
         """See PlannedSource. ``consumed`` counts batches of this rank."""
-        positioned = hasattr(self.iterable, "begin_at")  # the feed's loaders find any batch without drawing to it
+        positioned = hasattr(self.iterable, "begin_at")  # a loader of the feed
         if positioned:
             self.iterable.begin_at(epoch, consumed)
         elif hasattr(self.iterable, "set_epoch"):
@@ -298,11 +298,11 @@ class BatchSource:
             batches = itertools.islice(drawn, self.accumulation)
             taken = [(batch, samples_in_batch(batch, self.batch_size)) for batch in batches]
             samples = sum(count for _, count in taken)
-            if self.world_size > 1:  # a rank whose batches are used up takes part until those of all ranks are
+            if self.world_size > 1:  # a rank without batches takes part until all are done
                 samples = sum(counts_of_all(samples))
             if not samples:
                 return
-            # Counted from one, as the progress bar counts.
+            # From one, as in the progress bar.
             numbers = f"es {consumed + 1} to {consumed + len(taken)}" if len(taken) > 1 else f" {consumed + 1}"
             span = f"batch{numbers} of epoch {epoch + 1}"
             consumed += len(taken)
@@ -320,35 +320,35 @@ class BatchSource:
         return consumed // self.accumulation
 
     def resize(self, batch_size: int) -> None:
-        """See PlannedSource. The batches are ready-made."""
+        """See PlannedSource. Ready batches keep their size."""
 
     def close(self) -> None:
-        """See PlannedSource. The iterable's workers are its owner's."""
+        """See PlannedSource. The iterable is not ours to close."""
 
 
 Source = PlannedSource | BatchSource
 
 
 def start_worker(stack_log: Path | None, _worker: int = 0) -> None:
-    """What a worker does first: leave signals to the parent, which saves; and show its stack when asked.
+    """Prepare a worker: ignore signals, and write the stack to ``stack_log`` when asked.
 
-    Slurm and torchrun send SIGTERM to all processes of a job. The parent needs its workers for one step more.
+    Slurm and torchrun send SIGTERM to all processes of a job; the parent needs its workers for one more step.
     """
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    # A handler that does nothing, not SIG_IGN: programs that a data set starts must not inherit it.
+    # An empty handler, not SIG_IGN, which programs that a data set starts would inherit.
     signal.signal(signal.SIGTERM, lambda *_: None)
     if stack_log is not None:
         listen_in_worker(stack_log)
 
 
 def sample_names(ids: torch.Tensor, most: int = 16) -> str:
-    """Samples in words, by their numbers."""
+    """``samples 3, 7, 12 and 20 more``."""
     more = f" and {len(ids) - most} more" if len(ids) > most else ""
     return f"samples {', '.join(map(str, ids[:most].tolist()))}{more}"
 
 
-# --------------------------------------------------------------------------- the feed
+# --------------------------------------------------------------------------- choosing
 
 
 def make_source(
@@ -361,7 +361,7 @@ def make_source(
     device: torch.device = CPU,
     stack_log: Path | None = None,
 ) -> Source:
-    """The source for a data set or iterable; ``plan`` has the sizes, without its number of samples."""
+    """The source for a data set or iterable; the number of samples in ``plan`` is filled in. Raises UsageError."""
     on_device = as_augmentation(augment)
     if isinstance(data, torch.utils.data.IterableDataset):
         raise UsageError(
@@ -379,7 +379,7 @@ def make_source(
     if hasattr(data, "__iter__"):
         if on_device is not None:
             raise UsageError(
-                "ready batches do not say which samples are in them, which augmentation goes by",
+                "augment needs the numbers of the samples, which ready batches do not have",
                 "Give the data set itself as data, or the augmentation to feed.loader(..., augment=...).",
             )
         return BatchSource(data, plan.accumulation, plan.world_size)
@@ -387,7 +387,7 @@ def make_source(
 
 
 class FeedSource(PlannedSource):
-    """A map-style data set behind the feed: the batches of MapSource, already on the device."""
+    """A map-style data set read through the feed: the batches of MapSource, already on the device."""
 
     def __init__(self, loader: FeedLoader, plan: EpochPlan) -> None:
         super().__init__(plan)
@@ -405,7 +405,7 @@ class FeedSource(PlannedSource):
             for number in range(count):
                 batch = next(drawn)
                 if number == count - 1:
-                    next(drawn, None)  # lets the feed end its epoch: nobody may ask for more after the last step
+                    next(drawn, None)  # lets the feed end its epoch
                 yield batch, samples_in_batch(batch, batch_size)
         finally:
             drawn.close()  # type: ignore[attr-defined]
@@ -423,14 +423,14 @@ def _fed(
     device: torch.device,
     stack_log: Path | None,
 ) -> FeedSource | None:
-    """The data set behind the feed; None for samples that are no fixed-shape tensors and need the worker path."""
+    """The source through the feed; None for samples that are not tensors of one shape."""
     order = RankBatches(plan)
     try:
         found = inspect(data, policy=settings.on_bad_sample, workers=settings.workers)
     except ShapesDiffer:
         if order.batch_size > 1:
             raise
-        return None  # one sample a batch: nothing has to fit together
+        return None  # with one sample per batch, shapes may differ
     if found.layout is None:
         if settings.residency != "auto":
             raise UsageError(

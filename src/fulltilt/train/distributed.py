@@ -1,4 +1,4 @@
-"""Ranks: who we are under torchrun, how they meet and agree, how gradients come together (DDP, FSDP2); `--gpus N`."""
+"""Ranks under torchrun: the process group, gradients with DDP and FSDP2, and `--gpus N`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _AFTER_THE_WATCHDOG_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Our place among the processes of the job."""
+    """This process among those of the job, as torchrun numbers them."""
 
     rank: int = 0
     world_size: int = 1
@@ -41,7 +41,7 @@ class RankInfo:
 
 
 def rank_from_env(environment: Mapping[str, str] | None = None) -> RankInfo:
-    """Our place as torchrun states it; otherwise one process. Raises UsageError under srun without torchrun."""
+    """RANK, WORLD_SIZE and LOCAL_RANK; one process without them. Raises UsageError under srun without torchrun."""
     env = os.environ if environment is None else environment
     if "RANK" not in env or "WORLD_SIZE" not in env:
         if "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
@@ -56,7 +56,7 @@ def rank_from_env(environment: Mapping[str, str] | None = None) -> RankInfo:
 
 
 def device_of(name: str, local_rank: int) -> torch.device:
-    """The device that a rank trains on. Raises UsageError when a GPU is asked for and there is none."""
+    """The device that a rank trains on. Raises UsageError for a GPU that is not there."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("device: cuda, but torch sees no GPU", "Use device: auto, or see `fulltilt check`.")
     if name == "cpu" or not torch.cuda.is_available():
@@ -68,12 +68,12 @@ def device_of(name: str, local_rank: int) -> torch.device:
 
 
 def part_of(total: int, info: RankInfo) -> int:
-    """Our part of a total (workers, samples of a batch): parts differ by at most one and add up to the total."""
+    """This rank's part of a total (workers, samples of a batch); parts differ by at most one and add up to it."""
     return total * (info.rank + 1) // info.world_size - total * info.rank // info.world_size
 
 
 def divided(batch_size: int, workers: int, info: RankInfo) -> str:
-    """How the totals are shared out, in words. Raises UsageError when a rank would get nothing to do."""
+    """How batch and workers are divided, in words. Raises UsageError for a batch smaller than the ranks."""
     if batch_size < info.world_size:
         raise UsageError(
             f"batch_size {batch_size} cannot be divided among {info.world_size} ranks", "Raise batch_size."
@@ -84,19 +84,19 @@ def divided(batch_size: int, workers: int, info: RankInfo) -> str:
 
 
 class Group:
-    """The ranks of the job as one. With a single rank every call returns at once."""
+    """The process group of the job. With a single rank every call returns at once."""
 
     def __init__(self, info: RankInfo, device: torch.device, timeout_s: float) -> None:
         self.info = info
         self.device = device
-        # Our own watchdog should be first: it writes the stacks. NCCL's would abort without a word for the user.
+        # Longer than our own watchdog, which writes the stacks: NCCL's only aborts.
         self.timeout = datetime.timedelta(seconds=timeout_s + _AFTER_THE_WATCHDOG_S)
         self._began = False
         if not self.alone and not dist.is_initialized():
-            # CPU tensors go through gloo: flags can be agreed upon without waiting for any GPU.
+            # CPU tensors go through gloo: exchanging flags does not wait for a GPU.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             try:
-                # With a device it connects at once, where a failure can still be told.
+                # With a device NCCL connects now, where an error is still clear.
                 on = device if device.type == "cuda" else None
                 dist.init_process_group(
                     backend, rank=info.rank, world_size=info.world_size, timeout=self.timeout, device_id=on
@@ -110,16 +110,16 @@ class Group:
 
     @property
     def alone(self) -> bool:
-        """There is only this rank."""
+        """Whether there is only this rank."""
         return self.info.world_size == 1
 
     @property
     def first(self) -> bool:
-        """This rank speaks and writes for all."""
+        """Whether this is rank 0, which prints and writes for all."""
         return self.info.rank == 0
 
     def agree(self, flags: Sequence[float]) -> list[float]:
-        """The largest of each flag over all ranks. Host to host; the GPUs run on."""
+        """The maximum of each flag over all ranks, exchanged between the hosts; no GPU is waited for."""
         if self.alone:
             return list(flags)
         shared = torch.tensor(flags, dtype=torch.float64)
@@ -146,16 +146,16 @@ class Group:
         self.agree([0.0])
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the group, if we were the ones to form it.
+        """Leave the process group, if it was formed here.
 
-        After a failure of this rank NCCL is left as it is: it would wait here for collectives that others never join.
+        Not after a failure of this rank under NCCL, which would wait for collectives that the others never join.
         """
         if self._began and dist.is_initialized() and not (failed and self.device.type == "cuda"):
             dist.destroy_process_group()
 
 
 def lost_contact(error: BaseException) -> bool:
-    """True for a collective that failed because another rank has gone."""
+    """Whether a collective failed because another rank is gone."""
     signs = ("closed by peer", "reset by peer", "Broken pipe", "gloo/transport", "NCCL", "TCPStore")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
@@ -167,14 +167,14 @@ def bit_hash(tensors: Sequence[torch.Tensor]) -> int:
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-        # In pieces: the 64-bit products would otherwise take several times the memory of the weights.
+        # In pieces: the 64-bit products take several times the memory of the weights.
         for piece in tensor.detach().contiguous().reshape(-1).view(whole).split(2**22):  # type: ignore[no-untyped-call, unused-ignore]
             places = torch.arange(1, piece.numel() + 1, device=piece.device)
             total = total * 31 + (piece * places).sum()
     return int(total) % 2**52
 
 
-# --------------------------------------------------------------------------- where weights and gradients are
+# --------------------------------------------------------------------------- one process, DDP
 
 
 # A part of a batch, with its number of samples.
@@ -188,24 +188,24 @@ class LossModule(torch.nn.Module):
         super().__init__()
         self.model = model
         self.loss = loss
-        self._compiled = (compiled,)  # in a tuple: as a module of ours it would bring every weight a second time
+        self._compiled = (compiled,)  # in a tuple: as a submodule it would list every weight twice
 
     def forward(self, piece: Any, loss: Any = None) -> Any:
-        """The job's loss of ``piece``, or another. None stands for no data: a zero that every weight takes part in."""
+        """The job's loss of ``piece``, or ``loss``. None for no data: a zero that depends on every weight."""
         return zero_loss(self.model.parameters()) if piece is None else (loss or self.loss)(self._compiled[0], piece)  # type: ignore[arg-type]
 
 
 def zero_loss(parameters: Any) -> torch.Tensor:
-    """A zero whose backward adds nothing to the gradient of each of ``parameters``, but reaches all of them."""
+    """A zero whose backward reaches each of ``parameters`` and adds nothing to its gradient."""
     return torch.stack([parameter.sum().float() * 0 for parameter in parameters if parameter.requires_grad]).sum()
 
 
 class SingleProcess:
-    """How the gradients of a step come together in one process; DDP and FSDP change what several ranks do.
+    """Forward and backward of a step in one process; the subclasses do it with DDP and FSDP.
 
-    Losses go in multiplied by ``divisor``. With ``lockstep`` every forward needs all ranks at once, also those without
-    data, and one that failed cannot be repeated. ``left_out``: this rank left some parameters out of its step.
-    ``saving``: the ranks that each save their own part of the model, on their hosts.
+    Losses are multiplied by ``divisor`` before. ``lockstep``: every forward needs all ranks, also those without data,
+    and cannot be repeated after a failure. ``left_out``: some parameters took no part in this rank's step.
+    ``saving``: the CPU mesh of ranks that each save their own shards.
     """
 
     divisor = 1
@@ -218,7 +218,7 @@ class SingleProcess:
         self._parameters: Sequence[torch.nn.Parameter] = ()
 
     def use(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """These are trained from now on. All ranks take part; what is frozen now must not move by its last gradient."""
+        """Train these from now on; others lose their gradient, so that they do not move. All ranks take part."""
         for parameter in self._parameters:
             parameter.grad = None
         self._parameters = parameters
@@ -228,26 +228,26 @@ class SingleProcess:
         return own
 
     def zero_gradients(self) -> None:
-        """Begin a step."""
+        """Clear the gradients, at the begin of a step."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def loss_of(self, piece: Any, *, last: bool) -> Any:  # noqa: ARG002 - DDP waits for the last
-        """What the job's loss says about ``piece``; ``last``: it is the last of its step."""
+        """What the job's loss returns for ``piece``; ``last``: it is the last of its step."""
         return self._whole(piece)
 
     def evaluate(self, loss: Any, piece: Any) -> Any:
-        """What ``loss`` says about ``piece``, without gradients."""
+        """What ``loss`` returns for ``piece``, without gradients."""
         return self._whole(piece, loss)
 
     def finish(self, loss: torch.Tensor) -> None:
-        """After the last backward, or one that failed: complete the exchange, and average ``loss`` in place."""
+        """After the last backward, or a failed one: complete the gradient exchange, and average ``loss`` in place."""
         if self.divisor > 1:
             dist.all_reduce(loss)
             loss /= self.divisor
 
     def forget_left_out(self) -> None:
-        """Take the gradient from parameters that every rank left out, as in one process. All ranks take part."""
+        """Set the gradient of parameters that no rank used to None, as in one process. All ranks take part."""
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The norm of all gradients together."""
@@ -255,11 +255,11 @@ class SingleProcess:
 
 
 class Replicated(SingleProcess):
-    """Replicas on all ranks, kept alike by DistributedDataParallel; a backward that failed does not end them.
+    """Replicas under DistributedDataParallel, which survive a failed backward.
 
-    DDP sums the gradients bucket by bucket while backward still runs, and waits for a bucket that never comes when one
-    rank runs out of memory, has no sample in a step, or leaves a parameter out. Such a rank completes the round with a
-    backward of nothing through the parameters that are missing; then all learn of the failure and do the step again.
+    DDP sums the gradients bucket by bucket during backward, and would wait for ever when one rank runs out of memory,
+    has no sample in a step, or leaves a parameter out. That rank completes the buckets with the backward of a zero
+    loss over the missing parameters; then all ranks learn of the failure and repeat the step.
     """
 
     def __init__(self, whole: LossModule, group: Group) -> None:
@@ -273,7 +273,7 @@ class Replicated(SingleProcess):
         self._summing = False
 
     def use(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """See SingleProcess. DDP takes the trainable parameters as they are when it is made."""
+        """See SingleProcess. DDP is made anew, because it takes the trainable parameters when it is made."""
         super().use(parameters)
         for hook in self._hooks:
             hook.remove()
@@ -281,22 +281,22 @@ class Replicated(SingleProcess):
             p.register_post_accumulate_grad_hook(lambda _, index=index: self._missing.discard(index))  # type: ignore[misc, no-untyped-call, unused-ignore]
             for index, p in enumerate(parameters)
         ]
-        self._ddp = None  # the one before lets go of its hooks
+        self._ddp = None  # the old one removes its hooks
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.15 has a new name for the next line
             self._ddp = DistributedDataParallel(
                 self._whole,
-                broadcast_buffers=False,  # the engine does, when it evaluates or saves
+                broadcast_buffers=False,  # done before evaluations and saves
                 gradient_as_bucket_view=True,
-                init_sync=False,  # the engine has given every rank the same weights
+                init_sync=False,  # done in `build`
             )
-        # DDP settles its buckets after the first backward. Sums over three or more ranks depend on them in the last
-        # bit, so they have to be settled before the first step: a resumed run would differ from one that went on.
+        # DDP rebuilds its buckets after the first backward, on which sums over three or more ranks depend in the last
+        # bit. Rebuilt before the first step, a resumed run equals one without interruption.
         for _ in range(2):
             self._ddp(None).backward()
 
     def zero_gradients(self) -> None:
-        """See SingleProcess. They stay views of DDP's buckets."""
+        """See SingleProcess. Gradients stay views of DDP's buckets."""
         self._summing = False
         torch._foreach_zero_([p.grad for p in self._parameters if p.grad is not None])
 
@@ -329,19 +329,19 @@ class Replicated(SingleProcess):
                 parameter.grad = None
 
 
-# --------------------------------------------------------------------------- the sharded model
+# --------------------------------------------------------------------------- FSDP
 
 
-# Below this a block is gathered together with its neighbours: many small messages are slower than one.
+# Smaller blocks are gathered with their neighbours: many small messages are slower than one.
 LEAST_BLOCK_PARAMETERS = 100_000
 
 
 class Sharded(SingleProcess):
-    """The model divided among the ranks, block by block, for one that does not fit into one GPU.
+    """The model sharded over the ranks by FSDP2, for one that does not fit into one GPU.
 
-    Each block is made whole for its own forward and backward only. Every forward therefore needs all ranks at once:
-    ranks with less to do in a step repeat a piece of it at a weight of zero. A rank that runs out of memory cannot be
-    waited for within a step, unlike with replicas: the run ends, and resumes with smaller pieces.
+    Each block is gathered for its own forward and backward only, so every forward needs all ranks: ranks with fewer
+    pieces in a step repeat one with a weight of zero. When a rank runs out of memory, the run ends and can be resumed
+    with smaller batches; a step cannot be repeated as with DDP.
     """
 
     lockstep = True
@@ -356,12 +356,12 @@ class Sharded(SingleProcess):
         for block in blocks(whole.model):
             fully_shard(block, mesh=mesh)
         self._root = fully_shard(whole, mesh=mesh)
-        # They agree on a save from a thread beside the training, whose own collectives must not come in between.
+        # Saves run on a thread of their own, with a process group of its own beside the training's collectives.
         agreeing: Any = dist.new_group(backend="gloo", timeout=group.timeout)
         self.saving = DeviceMesh.from_group(agreeing, "cpu")
 
     def pieces(self, own: list[Piece]) -> list[Piece]:
-        """See SingleProcess. As many as the rank with the most of them has; a rank without any borrows one."""
+        """See SingleProcess. Every rank gets as many as the one with the most; a rank without any borrows one."""
         most, fewest = (int(abs(count)) for count in self._group.agree([len(own), -len(own)]))
         spare = own[-1][0] if own else None
         if fewest == 0:
@@ -373,7 +373,7 @@ class Sharded(SingleProcess):
     def evaluate(self, loss: Any, piece: Any) -> Any:
         """See SingleProcess."""
         outcome = self._whole(piece, loss)
-        self._root.reshard()  # what belongs to no block stays whole until a backward, and here none follows
+        self._root.reshard()  # the root stays gathered until a backward, which does not follow here
         return outcome
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -384,10 +384,10 @@ class Sharded(SingleProcess):
 
 
 def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What is gathered at a time, inner ones first: members of the model's lists and sequences that are large enough.
+    """The modules to shard, inner ones first: large members of the model's ModuleLists and Sequentials.
 
-    That is how transformers and convolutional networks keep their blocks. Single layers count where there are no
-    blocks. What is in none of them is gathered with the whole.
+    Transformers and convolutional networks keep their blocks there. Single layers count where there are no blocks.
+    Everything else is sharded with the root.
     """
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList | torch.nn.Sequential)]
     members = list(dict.fromkeys(child for parent in lists for child in parent.children()))
@@ -400,12 +400,12 @@ def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor. Changes of it are changes of the tensor."""
+    """This rank's shard of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Our part of a whole ``tensor``, as ``like`` is divided among the ranks; no other rank is asked."""
+    """This rank's shard of a whole ``tensor``, sharded as ``like`` is; without communication."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
@@ -415,14 +415,14 @@ def sharded_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 _TICK_S = 0.1
-# How long ranks have to end by themselves after another one has failed.
+# How long the other ranks may take to end after one has failed.
 _PATIENCE_S = 30.0
 
 
 def relaunch(gpus: int, device: str = "auto", command: Sequence[str] | None = None) -> int | None:
-    """Run ``command`` (by default our own) as ``gpus`` ranks on this machine and return the exit code of the whole.
+    """Run ``command`` (by default our own) as ``gpus`` ranks on this machine and return the exit code of the job.
 
-    None means: train in this process; one GPU is enough, or a launcher has started the ranks. Raises UsageError.
+    None means to train in this process, for one GPU or under a launcher. Raises UsageError.
     """
     if gpus < 1:
         raise UsageError(f"gpus should be at least 1, not {gpus}")
@@ -433,15 +433,15 @@ def relaunch(gpus: int, device: str = "auto", command: Sequence[str] | None = No
 
 
 def _run_ranks(command: list[str], world_size: int) -> int:
-    """Start the ranks and wait for them. The code of the first one that fails is the code of the job.
+    """Start the ranks, wait for them and return the code of the first one that fails.
 
-    torchrun's own agent would take the signals for itself and answer every failure with code 1.
+    torchrun's agent would keep signals to itself and return 1 for every failure.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {
-        "OMP_NUM_THREADS": str(max(int(cpu_capacity().usable) // world_size, 1)),  # left alone each would take all CPUs
+        "OMP_NUM_THREADS": str(max(int(cpu_capacity().usable) // world_size, 1)),  # by default each would use all CPUs
         **os.environ,
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -461,7 +461,7 @@ def _run_ranks(command: list[str], world_size: int) -> int:
         try:
             for number in range(world_size):
                 env = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
-                # In a session of its own: Ctrl-C in the terminal comes through us, once.
+                # In a session of its own, so that Ctrl-C reaches it once, through us.
                 ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
             while None in (codes := [rank.poll() for rank in ranks]):
                 if failed is None and (failed := next(filter(None, codes), None)) is not None:

@@ -1,4 +1,4 @@
-"""How a training ends for its user: an exit code, at most three lines of error, the traceback in error.log."""
+"""The end of a training: an exit code, at most three lines of error, the traceback in error.log."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from fulltilt.train.distributed import RankInfo, lost_contact, rank_from_env
 from fulltilt.train.guards import RankDoesNotFit
 from fulltilt.train.stop import INTERRUPTED, opened_log
 
-# A rank that lost another waits so long: the launcher should see first how that one ended, and ends us then.
+# How long a rank that lost another one waits, so that the launcher sees the exit code of that one first.
 _AFTER_YOU_S = 5.0
 
 
 def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = None) -> int:
-    """Run ``body`` and return the exit code of the run in ``out``; errors are told in at most three lines."""
+    """Run ``body`` and return the exit code of the run in ``out``; errors are printed in at most three lines."""
     info = rank_from_env()
     try:
         body()
         return 0
     except FulltiltError as error:
         lines, code = [error.what, error.remedy or ""], error.exit_code
-        # What was refused before the run had a folder leaves none behind: the lines say all of it.
+        # A run that was refused before it had a folder gets none.
         if not isinstance(error, StoppedEarly) and out.is_dir():
             _log_traceback(out)
         if _told_by_another(error, info):
             return code
     except KeyboardInterrupt as error:
-        # The first one while it trains is a request to stop, which saves; only the second comes here, with a word.
+        # During training the first Ctrl-C asks to stop and saves; only the second comes here, with an argument.
         again = "interrupted a second time; the last step was not saved"
         lines = [again if error.args else "interrupted before or after training; no step is lost"]
         code = INTERRUPTED
-    except Exception as error:  # the user's own code, or a bug of ours: the log has the details
+    except Exception as error:  # the user's own code, or a bug in Fulltilt
         said = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         log = _log_traceback(out, elsewhere=True)
         lines, code = [f"{said} (in {_place_of(error)}; all of it is in {log})"], 1
@@ -52,27 +52,26 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         if refusal is not None:
             lines, code = [refusal.what, refusal.remedy or ""], refusal.exit_code
         if info.world_size > 1 and lost_contact(error):
-            lines = ["lost contact with another rank", f"Look for what that one said. Ours is in {log}."]
+            lines = ["lost contact with another rank", f"See the error of that rank. The one of this rank is in {log}."]
             code = MachineError.exit_code
             time.sleep(_AFTER_YOU_S)
     told = [line.replace(":\n", ": ").replace("\n", "; ") for line in lines if line]
     if info.rank:
         told[0] = f"rank {info.rank}: {told[0]}"
-    with contextlib.suppress(OSError, FulltiltError):  # what keeps us out of the folder has been told
+    with contextlib.suppress(OSError, FulltiltError):  # reported above
         if (found := newest_complete(out / "checkpoints").checkpoint) is not None:
-            # After a refusal the same command would be refused again.
             again = "" if code == UsageError.exit_code else "; the same command resumes there"
             told.append(f"Newest checkpoint: {found.folder}{again}.")
     print(f"fulltilt: {told[0]}", *(f"  {line}" for line in told[1:]), sep="\n", file=stream or sys.stderr, flush=True)
     if info.world_size > 1 and dist.is_initialized():
-        # NCCL was left as it is (see Group.close), and the interpreter's own end would wait for it.
+        # After a failure NCCL is still there (see Group.close), and the interpreter's end would wait for it.
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
 def _told_by_another(error: FulltiltError, info: RankInfo) -> bool:
-    """What all ranks meet is told by the first; a wrong setting once on each machine, since these may differ."""
+    """Whether another rank prints this error: rank 0 for all, and for wrong settings one rank on each machine."""
     if isinstance(error, UsageError):
         return info.local_rank > 0
     shared = isinstance(error, StoppedEarly | Diverged | DoesNotFit) and not isinstance(error, RankDoesNotFit)
@@ -80,9 +79,9 @@ def _told_by_another(error: FulltiltError, info: RankInfo) -> bool:
 
 
 def _log_traceback(out: Path, *, elsewhere: bool = False) -> Path | None:
-    """Append it to ``error.log`` where ``out`` is ours; if not and ``elsewhere``, into a new temporary folder.
+    """Append the traceback to ``out/error.log``; if that is not ours and ``elsewhere``, to a temporary folder.
 
-    It is masked: lines of the user's code stand in it, which may hold a key.
+    It is masked: it shows lines of the user's code, which may hold a key.
     """
     text = "".join(mask_text(line) for line in traceback.format_exc().splitlines(keepends=True))
     path = out / "error.log"

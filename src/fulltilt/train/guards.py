@@ -1,4 +1,4 @@
-"""What is done about a bad step (NaN, spikes), about memory that ran out, and about loader workers that died."""
+"""Guards against bad steps (NaN, loss spikes), out-of-memory errors and dead loader workers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fulltilt.errors import DoesNotFit, MachineError
 from fulltilt.feed.worker_pool import worker_died
 from fulltilt.train.config import TrainSettings
 
-# A spike is judged against the recent past; with fewer losses than this there is none.
+# A spike is judged against the last losses, once there are enough of them.
 WINDOW = 100
 LEAST_HISTORY = 20
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What one step left behind. ``bad``: it was skipped; ``loss_scale`` is None without fp16."""
+    """The figures of one step. ``bad``: it was skipped; ``loss_scale`` is None without fp16."""
 
     step: int
     loss: float
@@ -35,14 +35,14 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class GuardAction:
-    """What follows from a step: go on, go back to the last checkpoint, or stop. ``why`` is for people."""
+    """What to do after a step: go on, roll back to the last checkpoint, or stop. ``why`` is printed."""
 
     action: Literal["go", "rollback", "stop"]
     why: str | None = None
 
 
 class SavedAttributes:
-    """Something whose ``kept`` attributes are a part of the checkpoint."""
+    """An object whose ``kept`` attributes are saved in the checkpoint."""
 
     kept: ClassVar[tuple[str, ...]] = ()
 
@@ -57,7 +57,7 @@ class SavedAttributes:
 
 
 class Guard(SavedAttributes):
-    """Counts bad steps and knows the recent losses."""
+    """Counts bad steps and keeps the recent losses."""
 
     kept = ("skipped", "in_a_row", "rollbacks", "recent")
 
@@ -67,14 +67,14 @@ class Guard(SavedAttributes):
         self.recent: list[float] = []
 
     def judge(self, figures: StepFigures) -> GuardAction:
-        """The verdict on one step, in the order of the steps."""
+        """What to do after one step; called for each, in order."""
         scale = figures.loss_scale
         if scale is not None and scale < self.limits.loss_scale_floor:
             return GuardAction("stop", f"the loss scale fell to {scale:g} at step {figures.step}")
         if figures.bad:
             self.skipped += 1
             if scale is not None and math.isfinite(figures.loss):
-                # fp16 looks for its scale by overflowing now and then; only the scale's floor ends that.
+                # fp16 finds its scale by overflowing now and then.
                 return GuardAction("go")
             self.in_a_row += 1
             what = f"loss {figures.loss:g}, gradient norm {figures.grad_norm:g}"
@@ -104,8 +104,7 @@ class Guard(SavedAttributes):
         if factor is None or len(self.recent) < LEAST_HISTORY:
             return False
         usual = self._usual()
-        # A flat loss has no spread of its own; a tenth of its height keeps ordinary noise quiet, and spares nearly
-        # every step the question after the spread.
+        # Within a tenth of the usual loss nothing is a spike: a flat loss has no spread, and the median is spared.
         if loss <= usual + factor * 0.1 * abs(usual):
             return False
         return loss > usual + factor * statistics.median(abs(known - usual) for known in self.recent)
@@ -115,11 +114,11 @@ class Guard(SavedAttributes):
 
 
 class RankDoesNotFit(DoesNotFit):
-    """Memory ran out on this rank, and the others do not know."""
+    """Memory ran out on this rank only."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for a device, or the host, that had no memory left for a tensor."""
+    """Whether the device, or the host, ran out of memory for a tensor."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     signs = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "CUDNN_STATUS_ALLOC_FAILED")
@@ -127,7 +126,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class MicroBatch(SavedAttributes):
-    """The most samples that go through the model at once on a rank; None until memory has run out."""
+    """The most samples that a rank puts through the model at once; None until memory has run out."""
 
     kept = ("most",)
 
@@ -136,7 +135,7 @@ class MicroBatch(SavedAttributes):
         self.splittable = splittable
 
     def halve(self, largest: int, where: str) -> None:
-        """Halve what ran out of memory. Raises DoesNotFit when nothing is left to halve."""
+        """Halve the size that ran out of memory. Raises DoesNotFit when it cannot be halved."""
         if largest <= 1:
             raise DoesNotFit(
                 f"memory ran out {where} with a single sample",
@@ -154,22 +153,22 @@ class MicroBatch(SavedAttributes):
 
 
 def explain_dead_worker(error: BaseException, workers: Sequence[BaseProcess] = ()) -> MachineError | None:
-    """The cause and the fix when ``error`` is torch's word for a dead or starved worker; None for any other error.
+    """The cause and the fix when ``error`` is of a dead DataLoader worker; None for any other error.
 
-    The exit codes of ``workers`` tell more than torch passes on.
+    The exit codes of ``workers`` say more than torch's message.
     """
     text = str(error)
     if not workers and "DataLoader worker" not in text:
         return None
     if workers:
-        wait([process.sentinel for process in workers], timeout=0.2)  # one that is just dying can end
-    # What torch says is of the one that died; others may have been ended after it.
+        wait([process.sentinel for process in workers], timeout=0.2)  # a dying one may need a moment
+    # First the code in torch's message: other workers may have been killed after that one.
     codes = [-number for number in signal.Signals if f"killed by signal: {signal.strsignal(number)}" in text]
     codes += [code for process in workers if (code := process.exitcode)]
     if "shared memory" in text or "bus error" in text.lower():
         codes.append(-signal.SIGBUS)
     told = "DataLoader worker" in text and ("unexpectedly" in text or "killed by signal" in text)
-    # What a worker sends is fetched from it: one that dies meanwhile breaks the connection before torch notices.
+    # A worker that dies while its batch is fetched breaks the connection before torch notices.
     cut_off = isinstance(error, OSError | EOFError) and codes
     if -signal.SIGBUS in codes:
         return worker_died(-signal.SIGBUS)

@@ -1,4 +1,4 @@
-"""A training job as the engine takes it: its stages, what is trained in each, and what its loss returned."""
+"""A training job: model, loss, data and stages; and checks of what its loss returned."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ EvalLoss = Callable[
     "torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]"
     " | tuple[torch.Tensor, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]",
 ]
-# Metrics that are no means (AUROC, recall among all): from what ``eval_loss`` kept of every sample.
+# Metrics of the whole set (AUROC, recall), from the rows that ``eval_loss`` returned for every sample.
 WholeSetMetrics = Callable[[dict[str, torch.Tensor]], Mapping[str, float]]
 MakeOptimizer = Callable[[torch.nn.Module, TrainSettings, torch.device], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch of epochs with its own optimizer, learning rate, batch and trainable part. ``None``: as the run's.
+    """Some epochs with their own optimizer, learning rate, batch size and trainable parameters. None: as the run's.
 
     ``frozen`` are patterns of parameter names (``backbone.*``); ``unfreeze`` gives, for an epoch of the stage, a
     pattern that becomes trainable from then on.
@@ -46,8 +46,8 @@ class Job:
     ``loss(model, batch)`` returns the mean loss over the batch, and with it, if you like, a dict of metrics as means
     over the batch. ``data`` and ``eval_data`` are map-style data sets (``len`` and ``[i]``: shuffled, divided and
     resumed exactly by the engine) or iterables of ready batches, such as a DataLoader. ``optimizer(model, settings,
-    device)`` makes another one than the settings name; its groups keep their rates as shares of ``lr``, which the
-    schedule moves. Parameters that come frozen stay so, unless a stage names them in ``unfreeze``.
+    device)`` replaces the optimizer of the settings; the schedule scales the rates of its groups together.
+    Parameters that are frozen stay so, unless a stage names them in ``unfreeze``.
     ``splittable`` is False for a loss that compares the samples of a batch with each other (contrastive): halving such
     a batch would change what is trained.
     ``augment`` runs on the device: transforms of ``fulltilt.feed.augment``, or a function of the batch;
@@ -56,7 +56,7 @@ class Job:
     of them; accumulation and a halved micro-batch then leave what is trained unchanged.
     ``eval_loss`` may return a third part, tensors with one row a sample; ``eval_metrics`` then gets those of all
     samples and ranks, in any order, and returns metrics of the whole set.
-    ``made_from``: plain values that a resume compares with those of before, and tells which are others now.
+    ``made_from``: plain values that a resume compares with the saved ones, and reports those that changed.
     """
 
     model: torch.nn.Module
@@ -77,14 +77,11 @@ class Job:
 
 
 def samples_in(data: Any) -> int | None:
-    """How many samples there are, where that is known.
-
-    What gives whole batches has as many as its length; of those only the feed's tell their samples.
-    """
+    """The number of samples, or None. Iterables of batches do not have it, except the feed's loaders."""
     if hasattr(data, "__getitem__"):
         try:
             return len(data)
-        except Exception:  # the user's own code, which may have no length to tell
+        except Exception:  # the user's own code
             return None
     samples = getattr(getattr(data, "source", None), "samples", None)
     return samples if isinstance(samples, int) else None
@@ -94,7 +91,7 @@ def samples_in(data: Any) -> int | None:
 
 
 def stage_at(stages: tuple[Stage, ...], epoch: int) -> tuple[int, int]:
-    """The index of the stage that ``epoch`` of the run lies in, and the epoch within it."""
+    """The index of the stage of ``epoch``, and the epoch within that stage."""
     first = 0
     for index, stage in enumerate(stages):
         if epoch < first + stage.epochs or index == len(stages) - 1:
@@ -106,9 +103,9 @@ def stage_at(stages: tuple[Stage, ...], epoch: int) -> tuple[int, int]:
 def trainable(
     names: Iterable[str], stage: Stage, epoch_in_stage: int, initially_frozen: Collection[str] = ()
 ) -> set[str]:
-    """The names of the parameters that move in this epoch of the stage.
+    """The names of the parameters that are trained in this epoch of the stage.
 
-    What the job brought along frozen moves only where ``unfreeze`` names it.
+    Parameters that the job itself froze are trained only where ``unfreeze`` names them.
     """
     thawed = [pattern for epoch, pattern in stage.unfreeze if epoch_in_stage >= epoch]
     return {
@@ -123,7 +120,7 @@ def trainable(
 
 
 def value_and_means(outcome: Any, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[Any]]:
-    """The loss, the metrics, and what else there was. Raises UsageError for what is neither."""
+    """The loss, the metrics, and further parts. Raises UsageError for anything else."""
     parts = list(outcome) if isinstance(outcome, tuple) else [outcome, {}]
     if len(parts) < 2 or not isinstance(parts[1], Mapping):
         found = f"({', '.join(_kind(part) for part in parts)})" if isinstance(outcome, tuple) else _kind(outcome)
@@ -143,7 +140,7 @@ def with_gradient(loss: torch.Tensor) -> torch.Tensor:
 
 
 def plain_metrics(found: Any) -> dict[str, float]:
-    """What ``eval_metrics`` returned, as plain numbers. Raises UsageError for what is none."""
+    """What ``eval_metrics`` returned, as plain numbers. Raises UsageError for anything else."""
     if not isinstance(found, Mapping):
         raise UsageError(f"eval_metrics returned {_kind(found)}", "Return a dict of numbers by name.")
     host = torch.device("cpu")

@@ -1,6 +1,6 @@
-"""The loop: epochs, steps, evaluation and checkpoints in order; what each of them does stands in its own file.
+"""The training loop: epochs, steps, evaluation and checkpoints in order.
 
-Nothing here waits for the device between two checkpoints except to read figures that are some steps old.
+Between two checkpoints nothing waits for the device, except to read figures that are some steps old.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def train(
     screen: TrainingScreen | None = None,
     on_step: Hook | None = None,
 ) -> Outcome:
-    """Train ``job`` into ``out``, going on from its newest checkpoint unless ``fresh``.
+    """Train ``job`` into ``out``, resuming from its newest checkpoint unless ``fresh``.
 
     Raises StoppedEarly after a signal or at the time limit, with everything saved; other FulltiltErrors as documented.
     """
     began_ns = time.perf_counter_ns()
-    if job.stages:  # they say how long
+    if job.stages:  # they have the number of epochs
         settings = replace(settings, epochs=sum(stage.epochs for stage in job.stages))
     settings, out = config.checked(settings), Path(out)
     stop = StopRequest(settings.max_time_s)
@@ -58,7 +58,7 @@ def train(
         cleanup.enter_context(watchdog)
         resume(state, resume_from=None if resume_from is None else Path(resume_from), fresh=fresh)
         loop = Loop(state, stop, watchdog, TrainingRecord(state, began_ns), on_step)
-        if loop.steps_left:  # a run that was done already keeps the record that it has
+        if loop.steps_left:  # a finished run keeps its record
             cleanup.enter_context(loop.record)
             loop.profile_step = cleanup.enter_context(profiled_steps(state, loop.record))
         return loop.run()
@@ -75,7 +75,7 @@ class Loop:
         self.profile_step: Callable[[], None] = lambda: None
         self.readout: AsyncMetrics[tuple[int, StepData]] = AsyncMetrics(state.device)
         self._memory = HostMemory()
-        # What the newest checkpoint holds, or the one being written.
+        # Step and epoch of the newest checkpoint, or of the one being written.
         self._saved_at: tuple[int, int] | None = self._here() if state.progress.step else None
         self.metrics: dict[str, float] = {}
 
@@ -94,7 +94,7 @@ class Loop:
             while self.steps_left:
                 self._epoch()
         except RuntimeError as error:
-            # torch raises the death of a worker wherever the training thread stands, also in the middle of a step.
+            # torch raises the death of a worker anywhere on the training thread, also within a step.
             explained = explain_dead_worker(error)
             if explained is None:
                 raise
@@ -126,13 +126,11 @@ class Loop:
             except MachineError:
                 if self.stop.reason is None or not state.group.alone:
                     raise
-                self._stop_here()  # the workers got the same signal as we did; the last step is whole
+                self._stop_here()  # the workers got the same signal as we did
             if data is None:
                 if begins and progress.consumed == 0:
                     what = f"the data gave no batch in epoch {progress.epoch + 1}"
-                    remedy = (
-                        "If it can be gone through only once (a generator), give an object whose iter() begins anew."
-                    )
+                    remedy = "A generator can be used only once: give an object whose iter() starts again."
                     raise UsageError(what, remedy)
                 break
             self._step(data, time.perf_counter() - began)
@@ -157,7 +155,7 @@ class Loop:
         self._between_steps()
 
     def _between_steps(self) -> None:
-        """What may follow a step: an error of the writer, a stop, a save, a look at the other ranks' weights."""
+        """After a step: raise an error of the writer, stop, save, compare the ranks' weights."""
         state, settings = self.state, self.state.settings
         state.writer.check()
         self.stop.step_done(state.writer.longest_save_s)
@@ -169,7 +167,7 @@ class Loop:
             state.check_drift()
 
     def _end_epoch(self, *, cut_short: bool) -> None:
-        """Evaluate and save. An epoch cut short by max_steps is evaluated too, but a longer run goes on within it."""
+        """Evaluate and save. After max_steps too, where a longer run resumes within the epoch."""
         state, progress = self.state, self.state.progress
         self._judge(everything=True)
         state.screen.epoch_trained()
@@ -191,7 +189,7 @@ class Loop:
         self._save(metric)
 
     def _evaluate(self) -> dict[str, float]:
-        """The metrics. An evaluation that fails or is to stop loses no step: it is done again after a resume."""
+        """The metrics. The state is saved when the evaluation fails or is stopped; a resume repeats it."""
         state = self.state
         with self.record.checkpoint():
             saved = self._saved_at == self._here()
@@ -205,7 +203,7 @@ class Loop:
                     found = evaluate(state, self.watchdog.beat, lambda: self.stop.wanted(state.writer.longest_save_s))
         except Exception:
             if before is not None:
-                with contextlib.suppress(FulltiltError):  # what went wrong first is told
+                with contextlib.suppress(FulltiltError):  # the first error is raised
                     state.writer.save(before, background=False)
             raise
         if found is None:
@@ -219,7 +217,7 @@ class Loop:
         most = self.state.settings.max_steps
         return most is not None and self.state.progress.step >= most
 
-    # ----------------------------------------------------------------------- the guard's verdicts
+    # ----------------------------------------------------------------------- guards
 
     def _judge(self, *, everything: bool = False) -> None:
         state = self.state
@@ -227,19 +225,19 @@ class Loop:
             figures = StepFigures(number, loss, norm, bool(bad), scale if state.stepper.scale.active else None)
             state.totals.add_read("loss", loss, data.samples)
             state.screen.step(figures, data.samples)
-            verdict = state.guard.judge(figures)
-            if verdict.why is not None:
-                state.screen.warn(f"{verdict.why}; {data.names()}")
-            if verdict.action == "stop":
+            judged = state.guard.judge(figures)
+            if judged.why is not None:
+                state.screen.warn(f"{judged.why}; {data.names()}")
+            if judged.action == "stop":
                 self._wait_for_disk()
                 remedy = "Lower lr, lengthen the warm-up, set clip_norm, or look at the samples named above."
-                raise Diverged(f"{verdict.why}; {state.guard.rollbacks} rollbacks done", remedy)
-            if verdict.action == "rollback":
-                self._roll_back(verdict.why or "")
+                raise Diverged(f"{judged.why}; {state.guard.rollbacks} rollbacks done", remedy)
+            if judged.action == "rollback":
+                self._roll_back(judged.why or "")
                 return
 
     def _roll_back(self, why: str) -> None:
-        """Take the weights of the last checkpoint and go on behind the data that led here."""
+        """Load the weights of the last checkpoint and go on after the data that led here."""
         state = self.state
         self._wait_for_disk()
         state.group.barrier()
@@ -251,12 +249,12 @@ class Loop:
         parts = {name: part for name, part in state.parts().items() if name in train_state.WEIGHT_PARTS}
         train_state.restore(found.folder, state.model, parts, state.load(found.folder))
         self.readout.clear()
-        state.screen.warn(f"went back to the weights of {found.folder.name}; going on after the present data")
+        state.screen.warn(f"rolled back to the weights of {found.folder.name}; going on with the data that follows")
 
     # ----------------------------------------------------------------------- saving
 
     def _save(self, metric: float | None = None, *, background: bool = True) -> None:
-        """Save the present state unless it is saved; a ``metric`` is always worth a save. All ranks take part."""
+        """Save the state unless it is saved already without a ``metric``. All ranks take part."""
         self._judge(everything=True)
         with self.record.checkpoint():
             self._wait_for_disk()
@@ -270,14 +268,14 @@ class Loop:
     def _freeze(self, metric: float | None = None) -> Snapshot | None:
         """The state as it is now, for the writer; None on ranks that have nothing to write.
 
-        Raises Diverged rather than keep weights that nothing can be trained from: the checkpoint before is better.
+        Raises Diverged for weights that are not finite: the checkpoint before is better.
         """
         state = self.state
         broken = state.broken_weights()
         if state.group.agree([broken is not None])[0]:
             what = f"the weights are no longer finite at step {state.progress.step}: {broken or 'on another rank'}"
             raise Diverged(what, "Lower lr, set clip_norm, or train in a wider precision.")
-        self._wait_for_disk()  # what is being written lies in the memory that is used now
+        self._wait_for_disk()  # a save under way reads the buffers that are used now
         self.watchdog.beat(f"saving step {state.progress.step}")
         state.share_buffers()
         return train_state.freeze(state, metric, self._memory)
@@ -293,7 +291,7 @@ class Loop:
         state = self.state
         self._save(background=False)
         self._wait_for_disk()
-        state.group.barrier()  # a launcher that sees one rank gone ends the others, also one that still writes
+        state.group.barrier()  # a launcher ends all ranks when one is gone, also one that still writes
         reason = self.stop.reason or "another rank was asked to stop"
         where = f"step {state.progress.step} is saved in {state.root}"
         raise StoppedEarly(f"stopped: {reason}; {where}", "Run the same command again to go on from there.")
@@ -315,7 +313,7 @@ def evaluate(
     was_training = state.model.training
     state.model.eval()
     try:
-        # FSDP gathers into memory that it keeps: made in inference mode, it could not be trained with.
+        # FSDP keeps the memory that it gathers into, and inference tensors could not be trained with.
         with torch.no_grad() if state.stepper.placement.lockstep else torch.inference_mode():
             for number, step in enumerate(state.eval_source.steps(0, 0)):
                 beat(f"evaluating batch {number}")
@@ -333,9 +331,9 @@ def evaluate(
 
 
 def watched(state: TrainState, found: Mapping[str, float]) -> float | None:
-    """The metric that the run goes by, noted in its history; None where it was not measured, which is told.
+    """The metric ``monitor``, added to the history; None and a warning where it was not measured.
 
-    It may be misspelt, or undefined for now: a curve over a set with a single class.
+    It may be misspelt, or undefined, such as AUROC over a single class.
     """
     name = state.settings.monitor
     if name is None:
@@ -358,7 +356,7 @@ def _joined(kept: list[Mapping[str, torch.Tensor]], group: Group) -> dict[str, t
 
 
 def _add(state: TrainState, batch: Piece | None, totals: EpochTotals) -> list[Mapping[str, torch.Tensor]]:
-    """Add a batch's means to ``totals`` and return what is to be kept of its samples. None is no batch."""
+    """Add a batch's means to ``totals`` and return the rows to keep. None: take part without a batch."""
     placement, loss = state.stepper.placement, state.job.eval_loss or state.job.loss
     while True:
         found: list[tuple[dict[str, torch.Tensor], int]] = []
@@ -383,7 +381,7 @@ def _add(state: TrainState, batch: Piece | None, totals: EpochTotals) -> list[Ma
                 raise RankDoesNotFit(what, "Lower eval_batch_size; the run resumes.") from error
         if not failed_at:
             break
-        # Only now are the frames of the failed attempt gone, and with them what they held.
+        # Only now the frames of the failed attempt, and their tensors, are freed.
         gc.collect()
         torch.cuda.empty_cache()
         if not state.stepper.gave_up_graphs("evaluation"):

@@ -1,4 +1,4 @@
-"""Metrics: read from the GPU without stopping it, averaged over an epoch, written as CSV."""
+"""Metrics: read from the GPU without waiting for it, averaged over an epoch, written as CSV."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AsyncMetrics(Generic[Label]):
         self._queue.append((label, figures, event))
 
     def read(self, *, everything: bool) -> Iterator[tuple[Label, list[float]]]:
-        """What was queued more than ``lag`` steps ago: the GPU has long passed there. Everything waits for it."""
+        """What was queued more than ``lag`` steps ago, which the GPU has finished; ``everything`` waits for it."""
         while len(self._queue) > (0 if everything else self.lag):
             label, figures, event = self._queue.popleft()
             if event is not None:
@@ -47,7 +47,7 @@ class AsyncMetrics(Generic[Label]):
             yield label, figures.tolist()
 
     def clear(self) -> None:
-        """Forget what is queued, after the run went back to an earlier state."""
+        """Forget what is queued, after a rollback."""
         self._queue.clear()
 
 
@@ -55,7 +55,7 @@ class AsyncMetrics(Generic[Label]):
 
 
 class EpochTotals:
-    """Weighted sums by name. Adding to them never waits for the device; what is not finite is left out."""
+    """Weighted sums by name, without values that are not finite. Adding never waits for the device."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -94,15 +94,12 @@ class EpochTotals:
         return {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: each rank has sums of its own; what was read is the same on all."""
+        """For the checkpoint: the sums of each rank, and what was read, which is the same on all."""
         own = [[list(names), rows.cpu()] for names, rows in self._sums.items()]
         return {"ranks": self.group.gather(own), "read": [[name, *sums] for name, sums in self._read.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint. Sums of ranks that are no longer there go to others.
-
-        Raises ValueError for what ``state_dict`` has not made.
-        """
+        """From the checkpoint. Sums of ranks that are gone go to others. Raises ValueError for another state."""
         info = self.group.info
         self._sums = {}
         for names, rows in itertools.chain(*state["ranks"][info.rank :: info.world_size]):
@@ -115,9 +112,8 @@ class EpochTotals:
 
 
 def log_metrics(out: Path, epoch: int, metrics: dict[str, float], seconds: float) -> None:
-    """Keep a row an epoch in ``OUT/metrics.csv``; an epoch that is trained once more has its row replaced.
+    """Write a row per epoch to ``OUT/metrics.csv``; an epoch that is trained again has its row replaced.
 
-    A run comes back to an epoch after a fall-back to an earlier checkpoint, or to finish one that was cut short.
     Raises MachineError when the disk refuses, ForeignFiles for a file that we did not write.
     """
     path = out / METRICS_FILE

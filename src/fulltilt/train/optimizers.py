@@ -1,4 +1,4 @@
-"""Optimizers by name, the learning-rate schedule (warm-up, cosine, linear, constant), and averaged weights."""
+"""Optimizers by name, the learning-rate schedule (warm-up, cosine, linear, constant), and EMA of the weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fulltilt.train.distributed import local_shard, sharded_like
 
 
 def build(model: torch.nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer that ``settings`` name, over all parameters (frozen ones simply get no gradient)."""
+    """The optimizer of ``settings`` over all parameters; frozen ones get no gradient."""
     groups = decay_groups(model, settings.weight_decay)
     fused = device.type == "cuda"
     if settings.optimizer == "sgd":
@@ -35,7 +35,7 @@ def build(model: torch.nn.Module, settings: TrainSettings, device: torch.device)
 
 
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices and kernels decay; biases, norms and other vectors do not: decaying them only harms."""
+    """Parameter groups: weight decay for matrices and kernels, none for biases and norms."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
@@ -46,7 +46,7 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
 
 def step_unless(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
     """Step, unless ``bad`` (0.0 or 1.0 on the device). Waits for the device only if the optimizer is not fused."""
-    if bad.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):  # it looks at the flag on the device
+    if bad.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):  # fused: it reads the flag itself
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.found_inf = bad  # type: ignore[attr-defined]
         try:
@@ -57,11 +57,11 @@ def step_unless(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
         optimizer.step()
 
 
-# --------------------------------------------------------------------------- average of the weights
+# --------------------------------------------------------------------------- EMA
 
 
 class Ema:
-    """The averaged weights. Buffers are not averaged: evaluation uses the model's own."""
+    """Exponential moving average of the weights. Buffers are not averaged."""
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
         self.decay = decay
@@ -69,13 +69,13 @@ class Ema:
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module) -> None:
-        """One step of the average. After a skipped step the weights are the old ones, which does no harm."""
+        """Update the average; also after a skipped step, with the old weights."""
         weights = [p.detach() for p in model.parameters()]
         torch._foreach_lerp_(list(self.average.values()), weights, 1.0 - self.decay)
 
     @contextlib.contextmanager
     def applied(self, model: torch.nn.Module) -> Iterator[None]:
-        """Within it, ``model`` has the averaged weights. Nothing is copied."""
+        """Swap the averaged weights into ``model``, without a copy."""
         self._swap(model)
         try:
             yield
@@ -85,7 +85,7 @@ class Ema:
     def _swap(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
-                # FSDP has noted where its part lies, so the values change places instead of the tensors.
+                # FSDP holds the address of its shard, so the values are swapped instead of the tensors.
                 ours, averaged = local_shard(parameter.detach()), local_shard(self.average[name])
                 kept = ours.clone()
                 ours.copy_(averaged)
@@ -115,9 +115,9 @@ def learning_rate(
     warmup_steps: int = 0,
     shape: Literal["cosine", "linear", "constant"] = "cosine",
 ) -> float:
-    """The rate for step ``step`` (from 0): a line up to ``peak`` over the warm-up, then by ``shape`` down to ``floor``.
+    """The rate of step ``step`` (from 0): linear up to ``peak`` in the warm-up, then by ``shape`` down to ``floor``.
 
-    The last warm-up step runs at the peak and the last step of all at the floor; later steps stay there.
+    The last warm-up step has the peak; the last step, and any after it, the floor.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

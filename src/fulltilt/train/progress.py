@@ -1,4 +1,4 @@
-"""What a training shows: its lines, to the letter where users rely on them, and a bar where there is a terminal."""
+"""The output of a training: its lines, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def epoch_time_line(seconds: float, samples: int, batches: int) -> str:
 
 
 def rate_text(per_s: float) -> str:
-    """``412``; of a slow one two digits, since 0 would say that nothing moved."""
+    """``412``; two digits for less than 10."""
     return f"{per_s:.0f}" if per_s >= 9.95 else f"{per_s:.2g}"
 
 
@@ -57,7 +57,7 @@ def bar_text(done: int, total: int | None) -> str:
 
 
 def peak_of(before: Sample | None, now: Sample) -> Sample:
-    """``now`` with each figure of the status line at its highest so far; what was never measured stays None."""
+    """``now`` with each figure of the status line at its highest so far; None where never measured."""
     if before is None:
         return now
     known = {gpu.uuid: gpu for gpu in before.gpus}
@@ -74,14 +74,14 @@ def _highest(before: Reading, now: Reading, *names: str) -> Reading:
 
 
 class Terminal:
-    """Writes to ``stream``. Where that is no terminal, what would be drawn anew is written as an ordinary line."""
+    """Writes to ``stream``. Where that is no terminal, the bar is written as an ordinary line."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._gone = stream is None  # the command was started with its output closed
+        self._gone = stream is None  # started with its output closed
         self.stream = stream if stream is not None else io.StringIO()
         self.live = can_redraw(self.stream)
         self._rows = 0
-        self._lock = threading.Lock()  # warnings come from the thread that samples the machine
+        self._lock = threading.Lock()  # warnings come from the sampler's thread
 
     def line(self, text: str) -> None:
         """Write a line that stays, above the bar."""
@@ -89,7 +89,7 @@ class Terminal:
             self._write(f"{self._wiped()}{_one_row(text)}\n")
 
     def bar(self, parts: Sequence[str]) -> None:
-        """Draw the bar: its parts in one row where they fit, else a row each, cut at the window's edge."""
+        """Draw the bar: its parts in one row if they fit, else a row each, cut to the width."""
         parts = [_one_row(part) for part in parts]
         whole = " | ".join(parts)
         if not self.live:
@@ -103,7 +103,7 @@ class Terminal:
             self._rows = len(rows)
 
     def keep(self) -> None:
-        """Let the bar stand as it is; what comes next goes below it."""
+        """Leave the bar as it is and go on below it."""
         with self._lock:
             if self._rows:
                 self._rows = 0
@@ -120,31 +120,30 @@ class Terminal:
             self.stream.write(encodable(text, getattr(self.stream, "encoding", None) or "utf-8"))
             self.stream.flush()
         except (OSError, ValueError):  # ValueError: somebody has closed the stream
-            self._gone = True  # the window was closed, the reader of the pipe has ended: the training goes on
-            if self.stream is sys.stdout:  # Python would complain of what is still buffered at its end, with code 120
+            self._gone = True  # the terminal or the reader of the pipe is gone: train on
+            if self.stream is sys.stdout:  # or Python exits with code 120 for buffered output
                 with contextlib.suppress(OSError, ValueError):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 def _one_row(text: str) -> str:
-    """Names come from anywhere: no codes for the terminal, no line of their own."""
+    """Text without terminal codes and line breaks, which names from outside may contain."""
     return clean(text).replace("\n", " ")
 
 
 # --------------------------------------------------------------------------- the screen
 
 
-# Fresh figures at least every tenth of an epoch. A log file gets little more than that, a terminal
-# what an eye can follow.
+# New figures every tenth of an epoch, and at least so often in a log file and on a terminal.
 REFRESH_SHARE = 0.1
 LOG_EVERY_S = 60.0
 DRAW_EVERY_S = 0.2
-# The rate that is shown is that of the last seconds: a slow first step, or a disk that got slow, shows as it is.
+# The rate shown is that of the last seconds.
 RATE_OVER_S = 10.0
 
 
 class TrainingScreen:
-    """The only place of the engine that prints. Ranks but the first stay silent."""
+    """Everything that the engine prints. Only the first rank prints."""
 
     def __init__(self, out: Path, *, speaks: bool = True, stream: TextIO | None = None, sampled: bool = True) -> None:
         self.speaks = speaks
@@ -196,10 +195,10 @@ class TrainingScreen:
         if self.debugging:
             self.say(line)
 
-    # ----------------------------------------------------------------------- what the loop tells
+    # ----------------------------------------------------------------------- called by the loop
 
     def begin(self, settings: TrainSettings, precision: str, epochs: int, gpu_names: Sequence[str]) -> None:
-        """Say what the run trains, and on what."""
+        """Print the GPUs, and note settings and epochs."""
         self._epochs, self._asked = epochs, settings.batch_size
         self._on_gpu = bool(gpu_names)
         if gpu_names:
@@ -212,9 +211,9 @@ class TrainingScreen:
     def epoch_begins(
         self, epoch: int, steps: int | None, done: int, batch_size: int | None = None, left: int | None = None
     ) -> None:
-        """A new epoch, ``done`` of its ``steps`` already behind us after a resume, in batches of ``batch_size``.
+        """A new epoch of ``steps`` in batches of ``batch_size``; after a resume ``done`` of them are done.
 
-        ``left``: how many steps the whole run may still make, where it ends by their number.
+        ``left``: the steps left in the run, if max_steps ends it.
         """
         self._epoch, self._steps = epoch, steps
         self._done = self._shown_at = self._queued = done
@@ -229,12 +228,12 @@ class TrainingScreen:
             torch.cuda.reset_peak_memory_stats()
 
     def stepped(self, samples: int, batches: int = 1, wait_s: float = 0.0) -> None:
-        """A step of so many batches, waited for so long, has been queued. The first one of another size is told."""
+        """A step was queued. The batch size is printed when it changes."""
         batches = max(batches, 1)
         self._queued += 1
         self._batches += batches
         self.waits_s.append(wait_s / batches)
-        # The last step of several may be what is left of the data: after a resume just there, the next one tells.
+        # Not on the last step of an epoch, which may be smaller.
         rest = self._steps is not None and 1 < self._steps == self._queued
         if self._asked is not None and self._asked != self._batch_told and not rest:
             self._batch_told = self._asked
@@ -242,7 +241,7 @@ class TrainingScreen:
             self._say_memory()
 
     def step(self, figures: StepFigures, samples: int) -> None:
-        """A step is done and its figures have arrived."""
+        """The figures of a step have arrived."""
         self._done += 1
         self._samples += samples
         tenth = max(int((self._steps or 10) * REFRESH_SHARE), 1)
@@ -259,12 +258,12 @@ class TrainingScreen:
                 self._terminal.bar(self._bar(figures))
 
     def epoch_trained(self) -> None:
-        """The steps of the epoch are done; what follows (evaluation) is not their time."""
+        """The steps of the epoch are done; evaluation follows."""
         self._trained_s = time.monotonic() - self._began_s
         self._terminal.keep()
 
     def epoch_ends(self, epoch: int, metrics: dict[str, float]) -> None:
-        """The summary of an epoch."""
+        """Print the summary of an epoch, and log its metrics."""
         seconds = time.monotonic() - self._began_s
         self._terminal.keep()
         told = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
@@ -280,19 +279,19 @@ class TrainingScreen:
         if self.speaks:
             try:
                 log_metrics(self._out, epoch + 1, metrics, seconds)
-            except FulltiltError as error:  # the checkpoint decides whether the disk ends the run
+            except FulltiltError as error:  # the checkpoint raises the same error
                 self.warn(error.what)
 
     def outlook(self, history: Sequence[tuple[float, float]], target: float, mode: Literal["max", "min"]) -> None:
-        """When the watched metric will reach its target, at the pace of the epoch that has just ended."""
+        """Print when the metric will reach its target, at the pace of the last epoch."""
         self.say(f"Forecast: {forecast(history, target, time.monotonic() - self._began_s, mode).sentence}")
 
     def note(self, sample: Sample) -> None:
-        """What the machine does now; called from the sampler's thread."""
+        """Take a sample of the machine; called on the sampler's thread."""
         self.latest = sample
         self._peak = peak_of(self._peak, sample)
 
-    # ----------------------------------------------------------------------- how it looks
+    # ----------------------------------------------------------------------- drawing
 
     def _bar(self, figures: StepFigures) -> list[str]:
         (began_s, steps, samples), (now_s, done, all_samples) = self._recent[0], self._recent[-1]
@@ -311,7 +310,7 @@ class TrainingScreen:
 
 
 class _Relay(logging.Handler):
-    """What the floors below have to say (a sample skipped, a tier given up) goes to the screen, not into its bar."""
+    """Prints logged warnings (a skipped sample, a dropped cache) above the bar."""
 
     def __init__(self, screen: TrainingScreen) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The random states of a run: seeded for each rank, kept in its checkpoints, and apart for each sample."""
+"""The random states of a run: seeded for each rank and saved in its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(states: dict[str, Any], device: torch.device) -> None:
-    """Put back what ``rng_state`` took. A GPU state is left out when the run now has no GPU."""
+    """Restore what ``rng_state`` returned; the GPU's state only on a GPU."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
@@ -37,7 +37,7 @@ def restore_rng(states: dict[str, Any], device: torch.device) -> None:
 
 
 class RandomStates:
-    """The random state of every rank."""
+    """The random states of all ranks."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -47,7 +47,7 @@ class RandomStates:
         return {"ranks": self.group.gather(rng_state(self.group.device))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint. A rank that was not there before keeps the state it was seeded with."""
+        """From the checkpoint. A new rank keeps the state that it was seeded with."""
         rank = self.group.info.rank
         if rank < len(state["ranks"]):
             restore_rng(state["ranks"][rank], self.group.device)

@@ -1,10 +1,10 @@
-"""Every training is also a run of Fulltilt: its ledger and its report lie in the training's own folder.
+"""Records every training as a run of Fulltilt, in the training's own folder.
 
     OUT/run.json, steps.jsonl, samples.jsonl, findings.json, report.html      the latest attempt
     OUT/before-1/, before-2/, …                                               the attempts before it, the oldest first
 
-An attempt is one call of ``train`` that makes a step. Each rank writes its own stream; the first rank writes the rest.
-Whatever fails here is told once and costs the record, never the training.
+An attempt is one call of ``train`` that makes a step. Each rank writes its own steps; the first rank writes the rest.
+An error here is reported once and ends the record, never the training.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NAMED = ("batch_size", "accumulation", "workers", "prefetch", "residency", "prec
 
 
 class IdleGpu:
-    """Listens to the samples of a training on a GPU that is recorded into ``folder``."""
+    """Warns of an idle GPU, from the machine's samples and the run recorded in ``folder``."""
 
     def __init__(self, settings: TrainSettings, screen: TrainingScreen, folder: Path) -> None:
         self._settings, self._screen = settings, screen
@@ -53,10 +53,10 @@ class IdleGpu:
         self._told: set[str] = set()
 
     def __call__(self, sample: Sample) -> None:
-        """Take one sample and warn if the last twenty seconds call for it, once for each cause."""
+        """Take one sample, and warn once for each cause if the GPU idled for the last twenty seconds."""
         self._samples.append(sample)
         used = [gpu.util_pct for one in self._samples for gpu in one.gpus if gpu.util_pct is not None]
-        with contextlib.suppress(RunFolderError):  # told at the end; the training comes first
+        with contextlib.suppress(RunFolderError):  # reported at the end
             self._following.read()
         buckets = self._following.recent_buckets(WARN_AFTER_S)
         if not used or buckets.total_s - buckets.startup_s < WARN_AFTER_S:
@@ -76,14 +76,14 @@ class IdleGpu:
 # --------------------------------------------------------------------------- torch.profiler
 
 
-# The first steps compile, allocate and fill caches; then the profiler itself needs a step or two.
+# The first steps compile, allocate and fill caches; the profiler itself needs a step or two.
 PROFILER_SKIPS = 3
 PROFILER_WARM_UP = 2
 
 
 @contextlib.contextmanager
 def profiled_steps(state: TrainState, marks: LoopMarks) -> Iterator[Callable[[], None]]:
-    """Gives what is called after every step. Within it ``profile_steps`` steps are profiled once they have settled."""
+    """Profiles ``profile_steps`` steps after the first ones; yields a function to call after every step."""
     settings = state.settings
     if settings.profile_steps is None:
         yield lambda: None
@@ -100,7 +100,7 @@ def profiled_steps(state: TrainState, marks: LoopMarks) -> Iterator[Callable[[],
             folder.announce(path)
             profile.export_chrome_trace(str(path))
             folder.record(path)
-        except (OSError, RuntimeError, FulltiltError) as error:  # a look at a training must not end it
+        except (OSError, RuntimeError, FulltiltError) as error:  # profiling must not end the training
             state.screen.warn(f"the profile was not written: {error}")
             return
         state.screen.say(f"Profile: {path} (open it at https://ui.perfetto.dev)")
@@ -123,10 +123,10 @@ PATIENCE_S = 3.0
 
 
 class TrainingRecord(LoopMarks):
-    """Records one attempt, from its first step to its end however that comes."""
+    """Records one attempt, from its first step to its end or failure."""
 
     def __init__(self, state: TrainState, t0_ns: int) -> None:
-        # Under `fulltilt run` this process is being recorded already; then only the marks are of use.
+        # Under `fulltilt run` this process is recorded already: only the marks are used.
         super().__init__(attach.current)
         self._state, self._t0_ns = state, t0_ns
         self._listeners: list[Callable[[Sample], None]] = []
@@ -143,7 +143,7 @@ class TrainingRecord(LoopMarks):
                 self._begin()
             except Exception as error:
                 state.screen.warn(f"this run is not recorded: {error}")
-        # torch's loaders and the feed's are measured by themselves
+        # The recorder measures torch's loaders and the feed's by itself.
         if isinstance(state.source, BatchSource) and not hasattr(state.source.iterable, "begin_at"):
             state.source.iterable = self.loader(state.source.iterable)
         if state.screen.speaks and state.device.type == "cuda" and self._own is not None:
@@ -157,7 +157,7 @@ class TrainingRecord(LoopMarks):
 
     @cached_property
     def _gpus(self) -> Gpus:
-        """The GPUs of the job, opened when they are first asked for: the driver may take its time."""
+        """The GPUs of the job, opened on first use: the driver may take long."""
         return Gpus.open(root_pid=job_root())
 
     def _tell(self, sample: Sample) -> None:
@@ -180,7 +180,7 @@ class TrainingRecord(LoopMarks):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A thread that is still in the driver would read on in what closing gives back: the process would crash.
+        # While the sampler's thread is still in the driver, closing would crash the process.
         if self._sampler is not None and self._sampler.stop():
             self._gpus.close()
         self._session = None
@@ -200,7 +200,7 @@ class TrainingRecord(LoopMarks):
             self._state.screen.say(line)
 
     def communication(self) -> contextlib.AbstractContextManager[None]:
-        """See LoopMarks. A rank that is alone waits for nobody."""
+        """See LoopMarks. A single rank does not communicate."""
         return contextlib.nullcontext() if self._state.group.alone else super().communication()
 
 
@@ -229,7 +229,7 @@ def _ending(error: BaseException | None) -> tuple[Ended, int | None]:
 
 
 def _mark_killed(folder: Path) -> None:
-    """We hold the folder's lock: an attempt that says it is running was killed."""
+    """Mark an attempt that says it is running: as we hold the folder's lock, it was killed."""
     path = folder / store.RUN_FILE
     before = store.read_record(path, RunRecord)
     if before.state == "running":
@@ -237,7 +237,7 @@ def _mark_killed(folder: Path) -> None:
 
 
 def _wait_for_the_others(folder: Path) -> None:
-    """Other ranks end at the same step as this one; give them the time to write it down."""
+    """Other ranks end at the same step; wait until they have written their records."""
     deadline = time.monotonic() + PATIENCE_S
     for path in sorted(folder.glob("rank-*.json")):
         while not store.read_record(path, RankRecord).finished and time.monotonic() < deadline:

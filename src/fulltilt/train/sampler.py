@@ -1,7 +1,7 @@
-"""Which samples each step uses on each rank: pure functions of seed, epoch and position.
+"""The samples of each step on each rank: pure functions of seed, epoch and position.
 
-Batches are global. A step takes the next ``batch_size × accumulation`` samples of the epoch's permutation whatever the
-number of ranks, and the ranks share each of its micro-batches out among them; every sample is used exactly once.
+Batches are global: a step takes the next ``batch_size × accumulation`` samples of the epoch's permutation for any
+number of ranks, which divide each of its micro-batches. Every sample is used exactly once.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class EpochPlan:
 
     @property
     def steps(self) -> int:
-        """How many optimizer steps are left in the epoch."""
+        """The optimizer steps left in the epoch."""
         left = max(self.samples - self.start, 0)
         return left // self.step_samples if self.drop_last else -(-left // self.step_samples)
 
     def span(self, step: int) -> tuple[int, int]:
-        """First and one past the last position of a step in the permutation; the last step may be shorter."""
+        """A step's positions in the permutation, from and to; the last step may be shorter."""
         first = self.start + step * self.step_samples
         return first, min(first + self.step_samples, self.samples)
 
@@ -57,7 +57,7 @@ class EpochPlan:
         return shares
 
     def all_shares(self) -> list[tuple[int, int]]:
-        """This rank's micro-batches of all steps that are left."""
+        """This rank's micro-batches of all steps left."""
         return [share for step in range(self.steps) for share in self.shares(step)]
 
     def order(self) -> torch.Tensor:
@@ -69,27 +69,27 @@ class EpochPlan:
 
 
 class RankBatches:
-    """This rank's micro-batches of the steps that a plan has left, as a DataLoader and the feed ask for them.
+    """This rank's micro-batches of a plan, as the order of the feed and the batch sampler of a DataLoader.
 
-    A DataLoader's workers live as long as the run: as its batch sampler this gives ``(epoch, index)`` pairs, and
-    ``begin`` goes on with the plan of the next epoch.
+    A DataLoader's workers live as long as the run: it gets ``(epoch, index)`` pairs, and ``begin`` takes the plan of
+    the next epoch.
     """
 
     def __init__(self, plan: EpochPlan) -> None:
         self.begin(plan)
 
     def begin(self, plan: EpochPlan) -> None:
-        """Go on with another plan from the next ``iter`` on."""
+        """Take another plan from the next ``iter`` on."""
         self.plan, self.seed, self.order = plan, plan.seed, plan.order()
         self.batch_size = -(-plan.batch_size // plan.world_size)  # samples of a full micro-batch on a rank
 
     def batches(self, epoch: int) -> list[torch.Tensor]:
-        """The sample numbers of each micro-batch; the plan is of this ``epoch`` alone."""
+        """The sample numbers of each micro-batch; ``epoch`` has to be the plan's."""
         assert epoch == self.plan.epoch
         return [self.order[low:high] for low, high in self.plan.all_shares()]
 
     def batches_per_epoch(self) -> int:
-        """How many micro-batches this rank has."""
+        """The number of micro-batches of this rank."""
         return len(self.plan.all_shares())
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:

@@ -1,7 +1,6 @@
-"""One optimizer step: precision, forward, backward, exchange, clip, update. Nothing here waits for the device.
+"""One optimizer step: precision, forward, backward, all-reduce, clip, update. Nothing here waits for the device.
 
-When memory runs out the micro-batch is halved and the same step is done again at the same effective batch, on all
-ranks.
+When memory runs out, the micro-batch is halved and all ranks repeat the step with the same effective batch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The arithmetic of the forward pass. ``autocast`` is None for full precision; fp16 needs its loss scaled."""
+    """The precision of the forward pass. ``autocast`` is None for fp32; fp16 needs loss scaling."""
 
     name: str
     device: torch.device
@@ -56,14 +55,14 @@ def choose_precision(name: str, device: torch.device) -> Precision:
 def set_tf32(allowed: bool) -> None:
     """Allow or forbid TF32 for what stays in fp32. Does nothing on GPUs without it."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
-    with contextlib.suppress(RuntimeError):  # the user has set torch's newer fp32_precision switches; theirs stand
+    with contextlib.suppress(RuntimeError):  # the user has set torch's newer fp32_precision switches
         torch.backends.cudnn.allow_tf32 = allowed
 
 
 class LossScale:
     """The factor on the loss under fp16: halved when gradients overflow, doubled after many good steps.
 
-    torch's GradScaler reads its verdict back to the host for most optimizers; this one stays on the device.
+    torch's GradScaler waits for the device with most optimizers; this one does not.
     """
 
     INITIAL = 2.0**16
@@ -84,7 +83,7 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self.good_steps, "active": self.active}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint. A run that now trains in another precision keeps its own scale."""
+        """From the checkpoint, unless the precision was changed."""
         if self.active and state.get("active", True):
             self.scale.copy_(state["scale"])
             self.good_steps.copy_(state["good_steps"])
@@ -94,7 +93,7 @@ class LossScale:
 
 
 class Stepper:
-    """Turns the batches of a step into one move of the weights and returns its figures, still on the device."""
+    """Runs optimizer steps and returns their figures, still on the device."""
 
     def __init__(self, job: Job, settings: TrainSettings, placement: SingleProcess, group: Group, say: Say) -> None:
         self.model, self.placement, self.group, self.say = job.model, placement, group, say
@@ -108,7 +107,7 @@ class Stepper:
         self.optimizer: torch.optim.Optimizer
         self.marks = LoopMarks()
         self._parameters: list[torch.nn.Parameter] = []
-        # One message a step between the ranks: who ran out of memory, who wants to stop, who left parameters out.
+        # Exchanged between the ranks in each step, with out-of-memory and left-out parameters.
         self.stop_flag = 0.0
         self.stop_agreed = 0.0
 
@@ -126,7 +125,7 @@ class Stepper:
             failed_at, self.stop_agreed, left_out = int(agreed[0]), agreed[1], agreed[2]
             if not failed_at:
                 break
-            # The frames of the failed attempt are gone by now, and with them what they held.
+            # Now the frames of the failed attempt, and their tensors, are freed.
             gc.collect()
             torch.cuda.empty_cache()
             if self.gave_up_graphs(f"step {number}"):
@@ -144,7 +143,7 @@ class Stepper:
         return figures
 
     def gave_up_graphs(self, where: str) -> bool:
-        """Whether CUDA graphs held memory, which they have given back now that it ran out."""
+        """Free the CUDA graphs when memory ran out; False if there were none."""
         if self.graphs is None or not self.graphs.give_up():
             return False
         self.say(f"{where}: memory ran out; going on without CUDA graphs")
@@ -153,7 +152,7 @@ class Stepper:
     def _attempt(self, taken: list[Piece], samples: int) -> tuple[torch.Tensor, list[tuple[dict[str, Any], int]], int]:
         """Forward and backward over all micro-batches; the last value is 0 or the size that ran out of memory."""
         device = self.precision.device
-        # Each operation on a single number costs the host as much as one on a whole batch: there are to be few.
+        # Each operation on a scalar costs the host as much as one on a whole batch: keep them few.
         loss: torch.Tensor | None = None
         means: list[tuple[dict[str, Any], int]] = []
         largest = running = 0
@@ -184,11 +183,10 @@ class Stepper:
             failed_at = max(min(running, largest), 1)
             if self.placement.lockstep:
                 raise RankDoesNotFit(
-                    f"memory ran out with {failed_at} samples at once, in the middle of what all ranks do together",
+                    f"memory ran out with {failed_at} samples at once, where FSDP cannot repeat the step",
                     "Lower batch_size and raise accumulation by as much: the same is trained, and the run resumes.",
                 ) from error
         except ValueError as error:
-            # Torch refuses to normalise one value by itself; the size of the data or of the pictures leads to it.
             if "Expected more than 1 value per channel" not in str(error):
                 raise
             raise UsageError(
@@ -198,7 +196,7 @@ class Stepper:
         if loss is None:
             loss = torch.zeros((), device=device)
         elif not self.group.alone:
-            loss = loss.clone()  # summed up in place, and it may be the very tensor that the job's loss returned
+            loss = loss.clone()  # averaged in place, and it may be the tensor that the job's loss returned
         with self.marks.communication():
             self.placement.finish(loss)
         return loss, means, failed_at
@@ -214,7 +212,7 @@ class Stepper:
         if self.clip_norm is not None:
             clip = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
             factor = clip if factor is None else clip * factor
-        # One where either is infinite or not a number, else zero: torch.isfinite of each would be ten kernels.
+        # 1 where either is infinite or NaN, else 0; torch.isfinite of each would be ten kernels.
         bad = ((norm + loss) * 0).ne(0).float()
         if factor is not None and gradients:
             torch._foreach_mul_([local_shard(gradient) for gradient in gradients], factor)
@@ -225,7 +223,7 @@ class Stepper:
             if not is_out_of_memory(error):
                 raise
             raise DoesNotFit(
-                "memory ran out in the optimizer, which smaller batches do not help",
+                "memory ran out in the optimizer, where smaller batches do not help",
                 "Use optimizer: adamw8bit or sgd, or a smaller model.",
             ) from error
         self.scale.update(bad)

@@ -1,7 +1,7 @@
 """What stops a run: signals, the time limit, and a watchdog over a loop that hangs.
 
-While it trains, signals and the limit only set a flag that the loop looks at between steps; before and after, there is
-nothing to save, and a signal ends the command at once.
+During training, signals and the limit only set a flag that the loop checks between steps. Before and after, nothing
+has to be saved, and a signal ends the command at once.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ import psutil
 from fulltilt import store
 from fulltilt.errors import FulltiltError, MachineError, StoppedEarly
 
-# What a job is told before it is taken off a machine: Slurm, Kubernetes and Kaggle use the first three; the last comes
-# when the terminal or the connection that it was started from is closed.
+# Slurm, Kubernetes and Kaggle send the first three before they end a job; SIGHUP comes when its terminal is closed.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 
-# The shell's code for a process that Ctrl-C ended.
+# The shell's exit code for Ctrl-C.
 INTERRUPTED = 130
-# When the command began, on the monotonic clock, for the ranks that it starts and starts again.
+# When the command began, on the monotonic clock, for the ranks that it starts.
 BEGAN = "FULLTILT_BEGAN_S"
 
 
 @contextlib.contextmanager
 def limits_count_from_here() -> Iterator[None]:
-    """Within it, a time limit counts from now on, also in processes that are started; an outer call goes first.
+    """Time limits count from here on, also in child processes; an outer call wins.
 
-    Who gives a command an hour means all of it: imports, data that is made or staged, a model that is downloaded.
+    A limit includes imports, making or staging data, and downloading a model.
     """
     if BEGAN in os.environ:
         yield
@@ -51,10 +50,9 @@ def limits_count_from_here() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_end_it() -> Iterator[None]:
-    """Within it, and while the loop does not listen, a signal that asks to stop ends the process at once.
+    """A signal ends the process at once, except while the loop listens: before training there is no step to save.
 
-    While torch is imported, data is made or staged, a model loads, there is no step to save. Nothing is raised: out of
-    an import, that ends anywhere. Ranks are left alone: their launcher ends them when another one has failed.
+    Nothing is raised, since an import may catch it. Ranks keep the default, for their launcher to end them.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         yield
@@ -62,7 +60,7 @@ def signals_end_it() -> Iterator[None]:
     here = os.getpid()
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != here:  # a process that was forked meanwhile: its parent ends it
+        if os.getpid() != here:  # in a forked child
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         name = signal.Signals(number).name
@@ -83,11 +81,11 @@ class StopRequest:
         self._began_s = float(os.environ.get(BEGAN) or clock())
         self._step_began_s = clock()
         self._longest_step_s = 0.0
-        # torchrun's agent is our parent. If it is killed, nobody is left to end us.
+        # torchrun's agent is our parent: if it is killed, nobody else ends us.
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def listening(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, the signals set the flag."""
+        """Signals set the flag."""
         return stop_signals_to(self._on_signal)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -98,7 +96,7 @@ class StopRequest:
     def step_done(self, longest_save_s: float) -> None:
         """Note the end of a step, and ask to stop while there is still time for one more step and one save.
 
-        ``longest_save_s`` is what a save has taken at most so far. Half as much again allows for a slow disk.
+        ``longest_save_s``: of all saves so far; half as much is added for a slow disk.
         """
         now = self._clock()
         self._longest_step_s = max(self._longest_step_s, now - self._step_began_s)
@@ -106,7 +104,7 @@ class StopRequest:
         self.wanted(longest_save_s)
 
     def wanted(self, longest_save_s: float) -> bool:
-        """Whether to stop, by now; for long stretches without a step."""
+        """Whether to stop now; for long stretches without a step."""
         if self.reason is None and self._launcher not in (None, os.getppid()):
             self.reason = "the launcher is gone"
         if self.reason is None and self.max_time_s is not None:
@@ -116,15 +114,15 @@ class StopRequest:
         return self.reason is not None
 
     def pause_done(self) -> None:
-        """What came since the last step (evaluation, a save) was no step: do not count it as one."""
+        """The time since the last step was an evaluation or a save: do not count it as a step."""
         self._step_began_s = self._clock()
 
 
 @contextlib.contextmanager
 def stop_signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within it, ``handler`` gets what asks a run to stop, but for what nohup has told to mean nothing.
+    """``handler`` gets the signals that ask a run to stop, except SIGHUP under nohup.
 
-    Outside the main thread nothing is changed.
+    Nothing is changed outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -146,10 +144,9 @@ _STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
 
 
 class Watchdog:
-    """A thread that ends the process when the loop makes no progress: stacks first, no orphans after.
+    """A thread that writes all stacks and ends the process, with its children, when the loop makes no progress.
 
-    A hung collective or loader cannot be interrupted from within; the process has to go, so that torchrun can end the
-    others. ``beat`` says what the loop is about to do.
+    A hung collective or loader cannot be interrupted; torchrun ends the other ranks when the process is gone.
     """
 
     def __init__(self, timeout_s: float, log: Path) -> None:
@@ -175,7 +172,7 @@ class Watchdog:
     def _watch(self) -> None:
         pause_s = min(self.timeout_s / 10, 1.0)
         beats, pauses = 0, 0
-        # Pauses are counted, not the clock: a process that was stopped (Ctrl-Z, a paused container) has not hung.
+        # Pauses are counted instead of seconds: a stopped process (Ctrl-Z, a paused container) has not hung.
         while not self._over.wait(pause_s):
             beats, pauses = self._beats, pauses + 1 if self._beats == beats else 0
             if pauses * pause_s > self.timeout_s:
@@ -189,7 +186,7 @@ class Watchdog:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         if _STACK_SIGNAL is not None:
-            for child in children:  # to those that do not listen it is deadly, as what follows is
+            for child in children:  # kills those that do not listen, as the next loop does
                 with contextlib.suppress(psutil.Error):
                     child.send_signal(_STACK_SIGNAL)
             time.sleep(min(0.5, self.timeout_s / 10))  # the workers write their stacks meanwhile
@@ -205,7 +202,7 @@ class Watchdog:
 
 
 def opened_log(log: Path) -> TextIO:
-    """A log in a folder of ours, to append to. Raises OSError, ForeignFiles."""
+    """Open a log in a claimed folder to append to it. Raises OSError, ForeignFiles."""
     folder = store.OwnedFolder.around(log)
     if folder is None:
         raise FileNotFoundError(log)
@@ -215,6 +212,6 @@ def opened_log(log: Path) -> TextIO:
 def listen_in_worker(log: Path) -> None:
     """In a loader worker: write the stack into ``log`` when the watchdog asks for it."""
     if _STACK_SIGNAL is not None:
-        with contextlib.suppress(OSError, FulltiltError):  # on another machine the folder may not be there
+        with contextlib.suppress(OSError, FulltiltError):  # the folder may be on another machine
             file = opened_log(log)  # open for as long as the worker lives
             faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)

@@ -1,4 +1,4 @@
-"""Everything a training works with and needs to go on exactly: named parts, frozen into one snapshot."""
+"""The state of a training: named parts with a state_dict, copied into one snapshot for a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fulltilt.train.random_states import RandomStates
 from fulltilt.train.step import Stepper
 from fulltilt.train.weight_import import compare
 
-# What a rollback takes back. The rest (where the run is, what the guard has seen) goes on.
+# Restored by a rollback; the rest (progress, guard) goes on.
 WEIGHT_PARTS = ("optimizer", "ema", "loss_scale")
 
 
 class Stateful(Protocol):
-    """Something with a state that the checkpoint keeps."""
+    """An object whose state is saved in the checkpoint."""
 
     def state_dict(self) -> Any: ...  # noqa: D102
     def load_state_dict(self, state: Any, /) -> Any: ...  # noqa: D102
@@ -38,7 +38,7 @@ class Stateful(Protocol):
 
 @dataclass
 class Progress(SavedAttributes):
-    """Where the run is. ``consumed`` is the position in the epoch of what was trained on, not of what was fetched."""
+    """Where the run is. ``consumed`` is the position in the epoch up to which it has trained, not fetched."""
 
     kept = ("step", "epoch", "consumed")
     step: int = 0
@@ -46,14 +46,14 @@ class Progress(SavedAttributes):
     consumed: int = 0
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint. Raises ValueError for what no run has counted."""
+        """From the checkpoint. Raises ValueError for anything but counts."""
         if any(type(state[name]) is not int or state[name] < 0 for name in self.kept):
             raise ValueError
         super().load_state_dict(state)
 
 
 class MetricHistory(SavedAttributes):
-    """The watched metric after each evaluation, by epoch, and the best of them."""
+    """The metric ``monitor`` after each evaluation, with its epoch."""
 
     kept = ("values",)
 
@@ -63,13 +63,13 @@ class MetricHistory(SavedAttributes):
 
     @property
     def best(self) -> float | None:
-        """The best value so far; one that is no number is none."""
+        """The best value so far, NaN left out."""
         values = [value for _, value in self.values if not math.isnan(value)]
         return (max if self.mode == "max" else min)(values, default=None)
 
 
 class KeptSettings:
-    """The settings and the data a checkpoint was made with: a resume tells what is different now."""
+    """The settings and the number of samples; a resume reports what has changed since the checkpoint."""
 
     def __init__(self, settings: TrainSettings, job: Job) -> None:
         samples = samples_in(job.data)
@@ -86,12 +86,12 @@ class KeptSettings:
         return self.now
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint: remembered, not taken over."""
+        """From the checkpoint, to compare with."""
         self.before = state
 
 
 class OptimizerState:
-    """An optimizer whose moments are divided as its parameters are, however they lie in the checkpoint."""
+    """An optimizer whose moments are sharded as its parameters are, however the checkpoint has them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, kept: KeptSettings, warn: Callable[[str], None]) -> None:
         self.optimizer, self._kept, self._warn = optimizer, kept, warn
@@ -101,7 +101,7 @@ class OptimizerState:
         return {"kind": type(self.optimizer).__name__, **self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From the checkpoint. The state of another kind of optimizer is not taken, which is told."""
+        """From the checkpoint; with a warning, nothing is taken from another kind of optimizer."""
         own = type(self.optimizer).__name__
         kind = state.get("kind", own)
         groups = self.optimizer.param_groups
@@ -110,8 +110,8 @@ class OptimizerState:
             self._warn(f"the optimizer starts from nothing: the checkpoint's is {what}")
             return
         parameters = [p for group in groups for p in group["params"]]
-        # Switches such as fused and amsgrad are the job's: state that another switch needs may not be there. A setting
-        # that was changed since the checkpoint wins, too.
+        # Flags such as fused and amsgrad stay the job's, since they decide what state there is; so do settings that
+        # were changed since the checkpoint.
         ours = {"lr_factor", *{"weight_decay", "momentum"}.intersection(self._kept.changed)}
         own_values = [{k: v for k, v in group.items() if k in ours or isinstance(v, bool)} for group in groups]
         entries = {
@@ -128,7 +128,7 @@ class OptimizerState:
             group.update(values)
 
 
-# Of torch's own optimizers. Others keep moments in forms of their own.
+# Of torch's optimizers; others keep moments in other forms.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -142,7 +142,7 @@ def _as_parameter(name: str, value: Any, parameter: torch.Tensor) -> Any:
 def freeze(state: TrainState, metric: float | None, memory: HostMemory) -> Snapshot | None:
     """A snapshot on the host that later steps cannot change; None on ranks that have nothing to write.
 
-    The first rank writes everything, with FSDP the others their shards. All take part. Waits for the device once.
+    The first rank writes everything, with FSDP the others their shards. All ranks take part. Waits for the device.
     """
     weights = state.model.state_dict()
     values, tensors = checkpoint_format.flatten_state({name: part.state_dict() for name, part in state.parts().items()})
@@ -158,7 +158,7 @@ def freeze(state: TrainState, metric: float | None, memory: HostMemory) -> Snaps
 
 
 def _fits(saved: Any, own: Any) -> bool:
-    """Whether a saved value is of the same kind as the part's own; torch itself takes any, and fails a step later."""
+    """Whether a saved value has the type of the part's own; torch takes any, and fails in the next step."""
     if isinstance(own, dict):
         return isinstance(saved, dict) and all(_fits(saved[key], own[key]) for key in own if key in saved)
     if isinstance(own, tuple | list):
@@ -170,7 +170,7 @@ def _fits(saved: Any, own: Any) -> bool:
 
 
 def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Stateful], loaded: Any) -> None:
-    """Put every part back as the checkpoint has it; ``loaded`` is what ``checkpoint.load`` gave.
+    """Load every part from a checkpoint; ``loaded`` is what ``checkpoint.load`` returned.
 
     Raises DamagedCheckpoint when it lacks a part, UsageError listing the keys when it is of another model.
     """
@@ -191,14 +191,14 @@ def restore(folder: Path, model: torch.nn.Module, parts: dict[str, Stateful], lo
 
 
 def take_over(folder: Path, name: str, part: Stateful, state: Any) -> None:
-    """Put one part back as the checkpoint's ``state`` has it. Raises DamagedCheckpoint."""
+    """Load one part from the checkpoint's ``state``. Raises DamagedCheckpoint."""
     try:
         if name != "settings" and not _fits(state[name], part.state_dict()):
             raise TypeError
         part.load_state_dict(state[name])
     except FulltiltError:
         raise
-    except Exception as error:  # whatever a damaged value does to the part, or to torch
+    except Exception as error:  # a damaged value may raise anything
         raise DamagedCheckpoint(
             f"{folder}: its {name} cannot be taken over ({type(error).__name__})",
             "Take its weights alone with --resume-from, or start with --fresh.",
@@ -206,9 +206,8 @@ def take_over(folder: Path, name: str, part: Stateful, state: Any) -> None:
 
 
 def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, averaged: bool) -> int:
-    """About how large a checkpoint will be, before the optimizer has made its state: two moments for each weight.
-
-    Raises UsageError for a model that no checkpoint can hold.
+    """The approximate size of a checkpoint, before the optimizer has a state. Raises UsageError for weights that no
+    checkpoint can hold.
     """
     weights = model.state_dict()
     for name, value in weights.items():
@@ -223,11 +222,11 @@ def expected_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, 
     return checkpoint_format.tensor_bytes(weights) + trained * moments + (trained if averaged else 0) + 2**16
 
 
-# --------------------------------------------------------------------------- the whole
+# --------------------------------------------------------------------------- the state
 
 
 class TrainState:
-    """Everything a run works with. The stepper's optimizer changes with the stage."""
+    """Everything that a run works with. The stepper's optimizer changes with the stage."""
 
     def __init__(
         self,
@@ -252,7 +251,6 @@ class TrainState:
         self.progress = Progress()
         self.kept_settings = KeptSettings(settings, job)
         self.stage_index = -1
-        # What the job itself had frozen stays so; what the present epoch trains.
         self.initially_frozen = frozenset(name for name, p in job.model.named_parameters() if not p.requires_grad)
         self.trained: frozenset[str] | None = None
 
@@ -263,7 +261,7 @@ class TrainState:
         return [str(name) for name in self.group.gather(torch.cuda.get_device_name(self.device))]
 
     def parts(self) -> dict[str, Stateful]:
-        """What a checkpoint holds besides the model."""
+        """The parts of a checkpoint besides the model."""
         parts: dict[str, Stateful] = {
             "progress": self.progress,
             "settings": self.kept_settings,  # before the optimizer, which goes by what has changed
@@ -281,30 +279,30 @@ class TrainState:
         return parts
 
     def load(self, folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
-        """See ``checkpoint.load``: of a sharded checkpoint this rank reads its own part, if the model is sharded."""
+        """See ``checkpoint.load``."""
         return checkpoint.load(folder, self.model.state_dict(), self.group.info)
 
     def unfreeze(self) -> None:
-        """Leave the model as frozen as it came: it may be trained further by another call."""
+        """Freeze the parameters that the job itself froze, and no others: another call may train the model."""
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name not in self.initially_frozen)
 
     def share_buffers(self) -> None:
-        """Give every rank the first rank's buffers: running statistics differ, and only one set counts."""
+        """Copy the first rank's buffers to every rank: running statistics differ between ranks."""
         self.group.copy_from_first(list(self.model.buffers()))
 
     def broken_weights(self) -> str | None:
-        """The first trained parameters with values that are not finite, in words. Waits for the device."""
+        """The names of the first trained parameters that are not finite. Waits for the device."""
         local = [(name, local_shard(p.detach())) for name, p in self.model.named_parameters() if p.requires_grad]
         named = [(name, tensor) for name, tensor in local if tensor.numel()]  # a shard may be empty
-        largest = torch._foreach_norm([tensor for _, tensor in named], math.inf)  # which no large tensor overflows
+        largest = torch._foreach_norm([tensor for _, tensor in named], math.inf)  # which does not overflow
         norms = torch.stack([one.float() for one in largest] or [torch.zeros(())])
         names = [name for (name, _), whole in zip(named, torch.isfinite(norms).tolist(), strict=False) if not whole]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f"{', '.join(names[:3])}{more}" if names else None
 
     def check_drift(self) -> None:
-        """Raise MachineError when the ranks' weights differ in any bit; only a hash travels. Waits for the device."""
+        """Raise MachineError when the ranks' weights differ in any bit, by a hash. Waits for the device."""
         if self.group.alone or self.stepper.placement.lockstep:
             return
         own = float(bit_hash(list(self.model.parameters())))
@@ -316,12 +314,12 @@ class TrainState:
             )
 
 
-# --------------------------------------------------------------------------- what the caller sees
+# --------------------------------------------------------------------------- returned to callers
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: its steps, its last metrics, and where its newest checkpoint is."""
+    """The result of a run: its steps, its last metrics, its newest checkpoint."""
 
     steps: int
     epochs: int
@@ -333,7 +331,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """What a step hook sees: the run's parts after the step."""
+    """What a step hook gets: the state after the step."""
 
     step: int
     epoch: int
@@ -342,7 +340,7 @@ class StepEnd:
 
     @property
     def samples(self) -> str:
-        """The names of its samples; put together only when asked for."""
+        """The names of its samples, made on demand."""
         return self.names()
 
 

@@ -1,6 +1,6 @@
-"""Weights from elsewhere: one of our folders or a `.pth`/`.safetensors` of another trainer, taken as far as they fit.
+"""Loads weights from a checkpoint folder or another trainer's `.pth` or `.safetensors`, as far as they fit.
 
-Nothing is unpickled without ``weights_only``, and a file that needs more is refused, not tried again unsafely.
+Pickles are loaded with ``weights_only`` alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WHAT_TO_GIVE = "Give a checkpoint folder, or a file of weights."
 
 @dataclass(frozen=True, slots=True)
 class WeightMatch:
-    """What came over from a foreign file: names taken, missing in it, unexpected in it, and of another shape."""
+    """Names in a file of weights: taken, missing, unexpected, and of another shape."""
 
     source: str
     taken: tuple[str, ...]
@@ -43,11 +43,11 @@ class WeightMatch:
 
     @property
     def complete(self) -> bool:
-        """Every weight of the model was taken and none was left over."""
+        """Whether the names and shapes of file and model are the same."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def lines(self, most: int = 5) -> list[str]:
-        """What was taken and what not, for people."""
+        """What was taken and what not, in words."""
         lines = [f"{self.source}: {len(self.taken)} tensors taken"]
         for title, names in (
             ("missing in the file", self.missing),
@@ -81,7 +81,7 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> WeightMatch:
-    """Load what fits from ``path`` into ``model`` and say what. Raises UsageError where nothing does."""
+    """Load what fits from ``path`` into ``model``. Raises UsageError where nothing does."""
     own = model.state_dict()
     given = _without_prefix(read_weights(path), own)
     plan = compare(own, given, str(path))
@@ -92,7 +92,7 @@ def load_weights(model: torch.nn.Module, path: Path) -> WeightMatch:
 
 
 def place_of(path: Path) -> Path:
-    """What a path to resume from stands for: the folder of a run for its newest checkpoint, any other for itself.
+    """The newest checkpoint for the folder of a run; any other path itself.
 
     Raises UsageError when nothing is there, MachineError when no checkpoint of a run is intact.
     """
@@ -136,7 +136,7 @@ def _content(path: Path) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """The part of an error of torch's or safetensors' that says what is wrong, without its advice."""
+    """The cause in an error of torch or safetensors, without the library's advice."""
     refused = re.search(r"GLOBAL (\S+)", str(error))
     first = (str(error).splitlines() or [type(error).__name__])[0]
     return refused[1] if refused else first.partition(". ")[0][:120]
@@ -156,9 +156,9 @@ def _weights_in(content: Any, path: Path) -> dict[str, torch.Tensor]:
 
 
 def _without_prefix(given: dict[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Strip what DataParallel, torch.compile, Lightning and the like put before names: what makes most of them fit.
+    """Strip the prefix (of DataParallel, torch.compile, Lightning) that makes most names fit.
 
-    Not every name need have it: Lightning saves the model beside its losses and metrics.
+    Not every name has it: Lightning also saves losses and metrics.
     """
     fitting: Counter[str] = Counter()
     for name in given:

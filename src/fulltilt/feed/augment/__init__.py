@@ -1,6 +1,6 @@
-"""Augmentation on the device: whole batches, each sample steered by (seed, epoch, sample index) and nothing else.
+"""Augmentation of whole batches on the device; random numbers depend on (seed, epoch, sample index) only.
 
-Results do not depend on workers, ranks, batch composition or resumes. Image and mask of a sample move together.
+Results do not depend on workers, ranks, batches or resumes. Image and mask of a sample get the same geometry.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ Key = int | str
 
 @runtime_checkable
 class Augmentation(Protocol):
-    """What the loader calls with each batch."""
+    """Called by the loader with each batch."""
 
     def __call__(self, batch: Any, seed: int, epoch: int, indices: torch.Tensor) -> Any:
         """The augmented batch; ``indices`` are the numbers of its draws on the device."""
 
 
 class Pipeline:
-    """Transforms applied in order to the image of a batch, and those of place to its mask too.
+    """Applies transforms in order to the image of a batch, and the geometric ones to its mask too.
 
-    ``image`` and ``mask`` are positions or keys in the batch; left out, the image is its first tensor that may
-    be one and the mask a second one of the same height and width. uint8 becomes float in [0, 1] where a transform needs
-    it. ``compile`` None: on a GPU, where there is more than one transform.
+    ``image`` and ``mask`` are positions or keys in the batch; by default the image is the first tensor that may be one,
+    the mask another one of the same height and width. uint8 becomes float in [0, 1] where a transform needs it.
+    ``compile`` None: on a GPU with more than one transform.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Pipeline:
                     f"{type(transform).__name__} is no transform of fulltilt.feed.augment",
                     "Give a function of the batch as augment=, or leave it in the data set.",
                 )
-        # Neighbours that move pixels are one resampling.
+        # Geometric transforms in a row are one resampling.
         by_kind = itertools.groupby(self.transforms, lambda transform: isinstance(transform, Geometric))
         self._groups: list[list[Any]] = [list(group) for _, group in by_kind]
         self._compiled: Callable[..., Any] | None = None
-        self._rows, self._short = 0, False  # for how many samples it is compiled; whether the batch before had fewer
+        self._rows, self._short = 0, False  # the batch size it is compiled for; whether the last batch was smaller
         self._steered_by: tuple[int, int, torch.device] | None = None
         self._steering: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -107,7 +107,7 @@ class Pipeline:
         for transform in self.transforms:
             takes = getattr(transform, "takes", None)
             if takes is None:
-                break  # one of the user's own may make another shape for those behind it
+                break  # a user's transform may change the shape for the next
             shape = image.shape
             if len(takes) != len(shape) or any(a != b for a, b in zip(takes, shape, strict=True) if type(a) is int):
                 raise UsageError(
@@ -140,26 +140,26 @@ class Pipeline:
         except Exception as error:
             if self.compile:
                 raise
-            # Nobody asked for compilation: without a compiler on the machine it works all the same, only slower.
+            # Compilation was not asked for: without a compiler on the machine it runs eagerly.
             lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-            # A compiler's own word stands at the end of what it says.
+            # A compiler's own error is its last line.
             why = lines[0] if len(lines) == 1 else f"{lines[0][:200]} … {lines[-1][:300]}"
             warnings.warn(f"augmentation runs uncompiled: {why}", stacklevel=4)
             self.compile = False
             return self.apply(image, mask, seed, epoch, indices)
 
     def _lacking(self, samples: int) -> int:
-        """How many samples to add: compiling for the one smaller batch that ends an epoch would take many seconds."""
+        """The samples to pad with: compiling for the smaller last batch of an epoch would take many seconds."""
         was_short, self._short = self._short, samples < self._rows
         if samples > self._rows or (was_short and self._short):
             self._rows, self._short = samples, False
         return self._rows - samples
 
     def _as_tensors(self, seed: int, epoch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Seed and epoch for compiled code, made once an epoch: each would be a launch in every step.
+        """Seed and epoch as tensors for compiled code, made once per epoch to save launches.
 
-        A Python number would be compiled in and, with its second value, become a symbol, whose bit operations torch
-        2.11 turns into floating-point ones (triton: "invalid operands of type float32").
+        A Python number becomes a symbol with its second value, and torch 2.11 compiles bit operations on it to
+        floating-point ones (triton: "invalid operands of type float32").
         """
         if self._steering is None or self._steered_by != (seed, epoch, device):
             seed_tensor, epoch_tensor = (
@@ -178,7 +178,7 @@ class Pipeline:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Image and mask after all transforms: pure tensor operations, the same on every device."""
         counts = [transform.draws for transform in self.transforms]
-        # One call for all transforms: on a GPU its cost is launches, not arithmetic.
+        # One call for all transforms saves launches.
         numbers = iter(torch.split(uniform(seed, epoch, indices, sum(counts)), counts, dim=1))
         for group in self._groups:
             draws = [next(numbers) for _ in group]
@@ -216,9 +216,9 @@ class Pipeline:
 
 
 def as_augmentation(given: Any) -> Augmentation | None:
-    """What ``augment=`` was given, as the loader calls it.
+    """``augment=`` as an Augmentation.
 
-    A Pipeline, transforms, a function of the batch, or one of ``(batch, seed, epoch, indices)``.
+    Given are a Pipeline, transforms, a function of the batch, or one of ``(batch, seed, epoch, indices)``.
     """
     if given is None or isinstance(given, Pipeline):
         return given
@@ -230,7 +230,7 @@ def as_augmentation(given: Any) -> Augmentation | None:
         raise UsageError(
             f"augment is {type(given).__name__}", "Give transforms of fulltilt.feed.augment or a function."
         )
-    if _asks_for_samples(given):  # it looks its samples up: it gets their numbers, not those of the draws
+    if _asks_for_samples(given):  # it gets the numbers of samples, not of draws
         return lambda batch, seed, epoch, indices: given(batch, seed, epoch, sample_of(indices))
     return lambda batch, seed, epoch, indices: given(batch)  # noqa: ARG005
 
@@ -239,7 +239,7 @@ def _asks_for_samples(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return False  # a builtin that does not tell
+        return False  # a builtin without a signature
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 4
 
 

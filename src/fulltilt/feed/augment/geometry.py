@@ -1,8 +1,8 @@
-"""Geometry: every transform of a chain is a matrix for each sample, and the chain is one resampling.
+"""Geometric transforms: each is a matrix per sample, and a chain of them is one resampling.
 
-A matrix takes pixel coordinates of the output to those of the input (the centre of the first pixel is 0.5, 0.5).
-Flips and crops alone move whole pixels: then the chain is one exact gather that keeps uint8. Otherwise images are
-sampled bilinearly; masks are always taken from the nearest pixel, at the same places.
+A matrix maps pixel coordinates of the output to those of the input (the centre of the first pixel is 0.5, 0.5).
+A chain of flips and crops alone is an exact gather that keeps uint8. Otherwise images are sampled bilinearly;
+masks always take the nearest pixel.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from fulltilt.errors import UsageError
 
 Size = tuple[int, int]  # height, width
-# What each axis of a batch is; a number where it must be so long.
+# The axes of a batch; a number is a required length.
 Shape = tuple[str | int, ...]
 IMAGES: Shape = ("batch", "channels", "height", "width")
-# The least and the most of each parameter; two int for one that is a whole number.
+# Minimum and maximum of each parameter; ints for whole numbers.
 Bounds = dict[str, tuple[float, float]]
 
 
-class Checked:
-    """A transform whose parameters are numbers within its ``bounds``; raises UsageError for any other."""
+class CheckedParameters:
+    """A transform whose parameters must be numbers within its ``bounds``. Raises UsageError."""
 
     bounds: ClassVar[Bounds] = {}
     pairs: ClassVar[tuple[str, ...]] = ()
@@ -44,8 +44,8 @@ class Checked:
                 raise UsageError(f"{told}; it should be {wanted} from {least:g} to {most:g}")
 
 
-class Geometric(Checked):
-    """A transform of places. ``draws`` uniform numbers steer it for each sample; ``exact``: it moves whole pixels."""
+class Geometric(CheckedParameters):
+    """A geometric transform. It uses ``draws`` random numbers per sample; ``exact``: it moves whole pixels."""
 
     draws = 0
     exact = False
@@ -97,7 +97,7 @@ class _Window(Geometric):
 
 @dataclass(frozen=True)
 class RandomCrop(_Window):
-    """A window of ``height`` × ``width`` anywhere in the image, after ``padding`` zeros on each side."""
+    """A random crop of ``height`` × ``width``, after ``padding`` zeros on each side."""
 
     padding: int = 0
     bounds: ClassVar[Bounds] = _Window.bounds | {"padding": (0, 2**16)}
@@ -123,7 +123,7 @@ _TRIES = 10
 
 @dataclass(frozen=True)
 class RandomResizedCrop(_Window):
-    """A window of random area and shape, scaled to ``height`` × ``width``; torchvision's own distribution.
+    """A crop of random area and aspect ratio, resized to ``height`` × ``width``, as in torchvision.
 
     Sampling is bilinear without antialiasing: keep images at no more than about twice the output size.
     """
@@ -144,7 +144,7 @@ class RandomResizedCrop(_Window):
         first = fits.to(torch.int8).argmax(dim=1, keepdim=True)
         found = fits.any(dim=1)
         w, h = w.gather(1, first)[:, 0], h.gather(1, first)[:, 0]
-        # No try fits: the largest centred window within the allowed ratios.
+        # No try fits: the largest centred crop within the ratios.
         whole = width / height
         fallback_w = float(round(height * self.ratio[1])) if whole > self.ratio[1] else float(width)
         fallback_h = float(round(width / self.ratio[0])) if whole < self.ratio[0] else float(height)
@@ -156,7 +156,7 @@ class RandomResizedCrop(_Window):
 
 @dataclass(frozen=True)
 class Affine(Geometric):
-    """Rotation, shift and scale about the centre: degrees, shares of the size, factors."""
+    """Rotation (degrees), translation (shares of the size) and scaling (factors) about the centre."""
 
     degrees: float = 0.0
     translate: tuple[float, float] = (0.0, 0.0)
@@ -180,7 +180,7 @@ class Affine(Geometric):
 
 
 def chain(transforms: list[Geometric], draws: list[torch.Tensor], size: Size) -> tuple[torch.Tensor, Size]:
-    """The matrix and the output size of transforms applied one after the other."""
+    """The matrix and the output size of transforms applied in order."""
     matrices = []
     for transform, u in zip(transforms, draws, strict=True):
         matrices.append(transform.matrix(u, size))

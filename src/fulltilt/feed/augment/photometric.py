@@ -1,4 +1,4 @@
-"""Transforms of values: colours of float images in [0, 1], bands of feature windows; each sample with its own draws."""
+"""Photometric transforms of float images in [0, 1], and SpecAugment; each sample has random numbers of its own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import ClassVar, Protocol
 import torch
 
 from fulltilt.errors import UsageError
-from fulltilt.feed.augment.geometry import IMAGES, Bounds, Checked, Shape
+from fulltilt.feed.augment.geometry import IMAGES, Bounds, CheckedParameters, Shape
 
 
 class Photometric(Protocol):
-    """A transform of values. ``draws`` uniform numbers steer it for each sample."""
+    """A photometric transform. It uses ``draws`` random numbers per sample."""
 
     draws: int
 
@@ -22,10 +22,10 @@ class Photometric(Protocol):
 
 
 @dataclass(frozen=True)
-class ColourJitter(Checked):
+class ColourJitter(CheckedParameters):
     """Brightness, contrast, saturation (factors 1 ± value) and hue (± value of a turn), in this order.
 
-    torchvision's arithmetic; it draws the order too, which is fixed here so that a batch is one computation.
+    As in torchvision, except that the order is fixed, so that a batch is one computation.
     """
 
     brightness: float = 0.0
@@ -76,12 +76,12 @@ class Normalise:
 
     @property
     def takes(self) -> Shape:
-        """As many channels as there are constants; one of them is for all channels."""
+        """As many channels as constants; any number for one constant."""
         constants = max(len(self.mean), len(self.std))
         return ("batch", "channels" if constants == 1 else constants, "height", "width")
 
     def prepare(self, device: torch.device) -> None:
-        """Put the constants on the device once: a copy in each step would make the host wait for the GPU."""
+        """Copy the constants to the device once: a copy in each step would wait for the GPU."""
         if str(device) not in self._on:
             mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (self.mean, self.std))
             self._on[str(device)] = mean, std
@@ -94,10 +94,10 @@ class Normalise:
 
 
 @dataclass(frozen=True)
-class SpecAugment(Checked):
-    """Blank ``time_masks`` bands of up to ``time_width`` steps, ``feature_masks`` of up to ``feature_width`` features.
+class SpecAugment(CheckedParameters):
+    """Mask ``time_masks`` bands of up to ``time_width`` steps, ``feature_masks`` of up to ``feature_width`` features.
 
-    Park et al. 2019; for windows [batch, time, features]. ``fill`` None puts the window's own mean there.
+    Park et al. 2019; for windows [batch, time, features]. ``fill`` None: the mean of the window.
     """
 
     time_masks: int = 2
@@ -115,7 +115,7 @@ class SpecAugment(Checked):
 
     @property
     def draws(self) -> int:
-        """Two numbers a band: its width and its start."""
+        """Two numbers per band: its width and its start."""
         return 2 * (self.time_masks + self.feature_masks)
 
     def apply(self, windows: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def _ramp(place: torch.Tensor) -> torch.Tensor:
 
 
 def _bands(u: torch.Tensor, length: int, widest: int) -> torch.Tensor:
-    """[batch, length]: where any of the bands lies. Widths are uniform on 0..widest, starts on what fits."""
+    """[batch, length]: whether a position is in a band. Widths are uniform on 0..widest, starts on what fits."""
     pairs = u.view(len(u), -1, 2)
     width = torch.floor(pairs[..., 0] * (min(widest, length) + 1))
     start = torch.floor(pairs[..., 1] * (length - width + 1))
