@@ -7,10 +7,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from fulltilt import feed
 from fulltilt.errors import UsageError
+from fulltilt.feed.epoch_order import SAMPLE_BITS, Order, numbered, spread
 
 from .conftest import Drawn
 
@@ -150,3 +153,46 @@ def test_seeds_of_any_size_and_a_share_that_is_none():
         feed.loader(data, 4, max_bad_share=-3)
     with pytest.raises(UsageError, match="batch_size is True"):
         feed.loader(data, True)
+
+
+@given(
+    samples=st.integers(1, 200),
+    batch=st.integers(1, 50),
+    world=st.integers(1, 5),
+    shuffle=st.booleans(),
+    drop=st.booleans(),
+    epoch=st.integers(0, 5),
+)
+@settings(max_examples=80, deadline=None)
+def test_ranks_cover_the_epoch_with_equally_many_batches(samples, batch, world, shuffle, drop, epoch):
+    orders = [Order(samples, batch, shuffle, 3, drop, rank, world) for rank in range(world)]
+    batches = [order.batches(epoch) for order in orders]
+    assert len({len(mine) for mine in batches}) == 1
+    assert all(len(mine) == order.batches_per_epoch() for mine, order in zip(batches, orders, strict=True))
+    drawn = [int(i) for mine in batches for indices in mine for i in indices]
+    if drop:
+        assert all(len(indices) == batch for mine in batches for indices in mine)
+    else:
+        assert set(drawn) == set(range(samples))
+        assert len(drawn) - samples < world or samples < world
+
+
+def test_checks_are_spread_over_the_whole_data_set():
+    assert list(spread(100, 5)) == [0, 24, 49, 74, 99]
+    assert list(spread(2, 8)) == [0, 1]
+    assert list(spread(1, 8)) == [0]
+
+
+def test_samples_drawn_once_are_not_sorted(monkeypatch):
+    """With a sampler of a hundred million samples the first batch waited for it; a repeated one is still numbered."""
+    batches = list(torch.split(torch.randperm(100), 8))
+    repeated = [*batches, torch.tensor([int(batches[0][0])])]
+    assert int(numbered(repeated)[-1][0]) == int(batches[0][0]) + (1 << SAMPLE_BITS)
+    monkeypatch.setattr(torch, "sort", None)
+    assert numbered(batches) is batches
+
+
+@pytest.mark.parametrize("as_given", [int, float, np.int32, torch.tensor, str], ids=lambda kind: kind.__name__)
+def test_a_sampler_may_give_numbers_of_any_kind(as_given):
+    order = Order(samples=10, batch_size=4, sampler=[as_given(number) for number in (3, 1, 2, 9, 9)])
+    assert [batch.tolist() for batch in order.batches(0)] == [[3, 1, 2, 9], [9]]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from fulltilt import feed
 from fulltilt.errors import DataError, MachineError, UsageError
+from fulltilt.feed.sample_reader import ShapesDiffer
 
 from .conftest import Drawn, Pixels
 
@@ -500,3 +501,20 @@ def test_a_torch_without_numpy_will_do(monkeypatch, tmp_path, residency):
     with feed.loader(Pixels(8), 4, num_workers=0, residency=residency, cache_dir=tmp_path, cache_key="k") as loader:
         assert [len(batch) for _ in range(2) for batch, _ in loader] == [4] * 4
         assert loader.tier == residency
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("none", [0, 2, 12], ids=["the first", "looked at", "not looked at"])
+def test_none_for_a_bad_sample_is_skipped_wherever_it_stands(none, workers):
+    """Data sets return None for a file that cannot be read; among the samples looked at first, it ended the job."""
+    dataset = Drawn(lambda index: None if index == none else torch.tensor(index), samples=20)
+    with feed.loader(dataset, 5, num_workers=workers, on_bad_sample="skip", max_bad_share=0.1) as loader:
+        for _ in range(2):
+            assert sorted(torch.cat(list(loader)).tolist()) == [index for index in range(20) if index != none]
+        assert any(f"skipped sample {none}:" in note for note in loader.notes)
+
+
+def test_shapes_of_which_no_kind_prevails_are_told_under_skip_too():
+    ragged = Drawn(lambda index: torch.zeros(index + 1), samples=20)
+    with pytest.raises(ShapesDiffer, match="differs from the first sample"):
+        feed.loader(ragged, 5, num_workers=0, on_bad_sample="skip")

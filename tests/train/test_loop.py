@@ -240,7 +240,7 @@ class iter_again:
     [
         ({"data": []}, {}, "the data set is empty"),
         ({"data": 5}, {}, "neither a data set nor an iterable"),
-        ({"data": (x for x in ())}, {}, "nobody knows when it ends"),
+        ({"data": (x for x in ())}, {}, "the end of an epoch is not known"),
         ({}, {"batch_size": 100, "drop_last": True}, "smaller than one batch"),
         ({}, {"device": "cuda"}, "torch sees no GPU"),
         ({}, {"gradient_checkpointing": True}, "does not offer it"),

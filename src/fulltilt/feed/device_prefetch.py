@@ -38,7 +38,7 @@ def enter_thread(device: torch.device) -> None:
 
 
 def ahead(items: Generator[Item, None, None], device: torch.device, stream: Any) -> Generator[Item, None, None]:
-    """``items``, each made by a thread on ``stream`` while the one before it is used. The thread ends with the generator."""
+    """``items``, each made by a thread on ``stream`` while the last one is used. The thread ends with them."""
 
     def following() -> Item | None:
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):

@@ -41,7 +41,7 @@ def staging_pays(source: StorageReading, epochs: int, free_bytes: int | None) ->
     if free_bytes is not None and source.total_bytes > free_bytes * (1 - _SPARE_SHARE):
         return False, f"{in_words(source.total_bytes)} do not fit into {in_words(free_bytes)} free"
     if epochs < 2:
-        return False, "every file is read only once: copying would read it twice"
+        return False, "every file is read once, and copying reads it once more"
     if source.kind in ("network", "hdd"):
         return True, f"the data is on {source.kind} and is read {epochs} times"
     if source.fits_in_ram:
@@ -51,7 +51,7 @@ def staging_pays(source: StorageReading, epochs: int, free_bytes: int | None) ->
         return False, "reads without the page cache could not be measured; when='always' copies anyway"
     if warm > 2 * cold:
         return True, f"{warm:.0f} files/s from memory against {cold:.0f} from the disk"
-    return False, f"the disk gives {cold:.0f} files/s, memory {warm:.0f}: too small a gain"
+    return False, f"the disk gives {cold:.0f} files/s, memory {warm:.0f}: too little to gain"
 
 
 def stage_dir(

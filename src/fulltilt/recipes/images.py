@@ -1,4 +1,4 @@
-"""Which files of a data set are pictures, and pictures and masks of any kind of pixel as eight bits."""
+"""Opening images, and images and masks of any pixel type as eight bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 @contextmanager
 def opened(path: Path) -> Iterator[Image.Image]:
-    """A picture to look at or decode. Raises DataError that names the file, also for what decoding notices."""
+    """An open image. Raises DataError that names the file, also for errors while decoding."""
     try:
         with open_plain(path, follow=True) as file, Image.open(file) as picture:
             yield picture
@@ -34,7 +34,7 @@ def opened(path: Path) -> Iterator[Image.Image]:
 
 
 def sizes(paths: Iterable[Path]) -> list[tuple[int, int]]:
-    """Width and height of each picture. Raises DataError naming the first that is none."""
+    """Width and height of each image. Raises DataError naming the first that cannot be read."""
 
     def size(path: Path) -> tuple[int, int] | DataError:
         try:
@@ -53,7 +53,7 @@ def sizes(paths: Iterable[Path]) -> list[tuple[int, int]]:
 
 
 def as_rgb(image: Any) -> Image.Image:
-    """A picture in RGB. Pillow would cut deeper values off at 255, which is white, and fractions of one at 0."""
+    """An image in RGB. Pillow would clip 16-bit values at 255, and floats in [0, 1] to 0."""
     if image.mode.startswith(("I", "F")):
         values = np.nan_to_num(np.asarray(image, np.float64))
         highest = values.max(initial=0)
@@ -67,9 +67,9 @@ def as_rgb(image: Any) -> Image.Image:
 
 
 def as_mask(image: Any) -> Image.Image:
-    """A mask of 0 to 255. One in colours, or without a bright pixel, tells classes or objects: any but black is inside.
+    """A mask of 0 to 255. In a mask in colours, or of small values (class indices), everything but black is inside.
 
-    Not so in a JPEG, whose black is never quite black.
+    Not so in a JPEG, where black is never exactly 0.
     """
     mask: Image.Image = image.convert("L")
     if image.format == "JPEG":

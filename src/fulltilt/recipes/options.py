@@ -1,4 +1,4 @@
-"""From flags and a config file to a recipe's request: flags win, and every problem is listed at once."""
+"""The Request of a recipe, from flags and a config file: flags win, and every problem is listed at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUNS = Path("fulltilt-runs")
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Where a training takes its data and leaves its results."""
+    """Data, results and GPUs of a training."""
 
     data: str = option("synthetic", "Data folder, or synthetic for generated data.")
     out: str | None = option(None, "Folder for checkpoints and report; the same command resumes from it.")
@@ -31,7 +31,7 @@ class RunOptions:
     gpus: int | None = option(None, "Number of GPUs to train on.", least=1)
 
     def problems(self) -> list[str]:
-        """An empty path stands for the current folder, which nobody means: a variable of the shell was not set."""
+        """Empty paths, as from a shell variable that is not set; they would mean the current folder."""
         return [f"{name} is empty" for name in ("data", "out", "resume_from") if getattr(self, name) == ""]
 
 
@@ -46,7 +46,7 @@ class Flag:
 
 
 def flags(recipe: Recipe) -> list[Flag]:
-    """All flags of a recipe but ``--config``: where, the shared settings, then its own."""
+    """All flags of a recipe but ``--config``."""
     listed = []
     defaults = _defaults(recipe)
     for record in (RunOptions, TrainSettings, recipe.options):
@@ -58,10 +58,10 @@ def flags(recipe: Recipe) -> list[Flag]:
 
 
 def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> Request:
-    """What flags (``given``) and config file ask for. Raises UsageError listing every problem of both."""
+    """The Request of flags (``given``) and config file. Raises UsageError listing every problem of both."""
     from_flags, from_file = recipe.translate(given), recipe.translate({} if file is None else config.read(file))
     given = from_flags.values
-    # The flag is --max-time; the setting carries its unit.
+    # The setting of the flag --max-time has its unit in its name.
     values = {"max_time_s" if key == "max_time" else key: value for key, value in from_file.values.items()}
     names = {"max_time_s": "max_time", **{key: name for key, name in from_file.names.items() if key not in given}}
     values = {**_defaults(recipe), **values, **given}
@@ -82,7 +82,7 @@ def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> 
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's own settings; and workers for all CPUs but the one that trains, busy until the data is resident."""
+    """The recipe's defaults; and workers on all CPUs but one, for the training."""
     return {"workers": max(int(cpu_capacity().usable) - 1, 1), **recipe.settings}
 
 
@@ -92,7 +92,7 @@ def _part(whole: Any, record: type[Record]) -> Record:
 
 @functools.cache
 def _union(options: type[Any]) -> type[Any]:
-    """One record with the fields of all three, so that problems are found, and guesses made, over all of them."""
+    """One record with the fields of all three, so that problems and suggestions cover all of them."""
     records = (options, TrainSettings, RunOptions)
     fields = [
         (entry.name, get_type_hints(record)[entry.name], field(default=entry.default, metadata=dict(entry.metadata)))

@@ -1,4 +1,4 @@
-"""Models that others have trained, from a folder or the hub, without running code of theirs; and tokenizers of ours."""
+"""Pretrained models from a folder or the hub, without running their code; and training tokenizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fulltilt.train.weight_import import reason
 
 
 def refuse_unavailable(model: str, instead: str) -> None:
-    """Raise UsageError for a folder that is not there and a name that cannot be had from the hub.
+    """Raise UsageError for a missing folder, or a name that the hub cannot give.
 
     Hub names have one slash at most, between owner and name.
     """
@@ -27,11 +27,10 @@ def refuse_unavailable(model: str, instead: str) -> None:
 
 
 def only_kept_files(name: str, instead: str) -> bool:
-    """Whether the hub does not answer, but files of the model ``name`` were fetched before.
+    """Whether the hub does not answer, but files of the model ``name`` are in its cache.
 
-    Raises UsageError for a model that is neither here nor to be had. One question with the hub's own time limit
-    (``HF_HUB_ETAG_TIMEOUT``, 10 s) instead of the half minute of retries that every single file would get; an answer
-    of any kind, also a refusal, and the download itself are left to the hub's library.
+    Raises UsageError when neither is the case. One request with the hub's time limit (``HF_HUB_ETAG_TIMEOUT``, 10 s)
+    replaces half a minute of retries for every file. Refusals and downloads are left to the hub's library.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import FileMetadataError, HfHubHTTPError, HFValidationError
@@ -43,7 +42,7 @@ def only_kept_files(name: str, instead: str) -> bool:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except (HfHubHTTPError, FileMetadataError, HFValidationError):
         return False
-    except Exception as error:  # the network's, which are others in every release of the library
+    except Exception as error:  # of the network; types differ between releases
         kept = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
         if any(kept.glob("*/*")):
             return True
@@ -53,18 +52,18 @@ def only_kept_files(name: str, instead: str) -> bool:
 
 
 def load(what: str, name: str, loader: Callable[..., Any], instead: str, **how: Any) -> Any:
-    """What ``loader`` (a ``from_pretrained``) gives for a folder or hub name.
+    """What ``loader`` (a ``from_pretrained``) returns for a folder or hub name.
 
-    Raises DataError for a folder that holds something else or damaged files, UsageError for a name that has none.
+    Raises DataError for damaged files, UsageError for a wrong name.
     """
     try:
         return loader(name, local_files_only=only_kept_files(name, instead), trust_remote_code=False, **how)
-    except Exception as error:  # the hub, the network and damaged files have exceptions of their own each
+    except Exception as error:  # hub, network and damaged files raise anything
         raise cannot_load(what, name, error, instead) from error
 
 
 def cannot_load(what: str, name: str, error: Exception, instead: str) -> Exception:
-    """The error for a model or tokenizer that a library refuses, in our words: theirs advise to trust the file."""
+    """The error for a model or tokenizer that a library refuses; the library would advise to trust the file."""
     if isinstance(error, FulltiltError) or is_out_of_memory(error):
         return error
     told = str(error)
@@ -77,19 +76,19 @@ def cannot_load(what: str, name: str, error: Exception, instead: str) -> Excepti
     if "trust_remote_code" in told:
         return DataError(f"the {what} of {name} is refused: it needs code of its own, which is not run", instead)
     first = (told.strip().splitlines() or [type(error).__name__])[0]
-    # A folder of another kind, or no folder, is a wrong flag; a model's or tokenizer's own folder is damaged.
+    # A folder of a model or tokenizer is damaged; anything else is a wrong flag.
     damaged = any(Path(name, file).is_file() for file in ("config.json", "tokenizer.json"))
     kind = DataError if damaged else UsageError
     return kind(f"the {what} of {name} cannot be loaded: {first[:200]}", instead)
 
 
-# --------------------------------------------------------------------------- the tokenizer of a model without one
+# --------------------------------------------------------------------------- tokenizers
 
 
 def own_tokenizer(request: Request, texts: Sequence[str], **how: Any) -> Any:
-    """The tokenizer that this run, or the one it goes on from, has in its folder; otherwise a new one, left there.
+    """The tokenizer in the folder of this run, or of the one it resumes from; otherwise a new one, saved there.
 
-    A run that goes on, perhaps with more data, must read its texts as before. Raises ForeignFiles, DataError.
+    A resumed run needs the same tokenizer, also with other data. Raises ForeignFiles, DataError.
     """
     home = request.out / "tokenizer"
     refuse_foreign(home)
@@ -111,9 +110,9 @@ def own_tokenizer(request: Request, texts: Sequence[str], **how: Any) -> Any:
 def trained_tokenizer(
     texts: Sequence[str], *, size: int, start: str, end: str, pad: str, lowercase: bool = False
 ) -> Any:
-    """A byte-pair tokenizer of ``size`` pieces in Hugging Face's form. The same texts give the same one.
+    """A byte-level BPE tokenizer of ``size`` tokens; the same texts give the same one.
 
-    The numbers of the special tokens are in the order start, pad, end; ``pad`` may be ``end``.
+    The special tokens are the first, in the order start, pad, end; ``pad`` may be ``end``.
     """
     from tokenizers import ByteLevelBPETokenizer, Tokenizer, processors
     from transformers import PreTrainedTokenizerFast

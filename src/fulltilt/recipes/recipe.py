@@ -1,4 +1,4 @@
-"""What a recipe is: its own options, how it looks at its data before training, and how it trains."""
+"""The parts of a recipe: its options, the check of its data, and its training."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One training as it was asked for. ``options`` is the recipe's own record; ``data`` a folder or file.
+    """One training as requested. ``options`` is the recipe's own record; ``data`` a folder or file.
 
-    ``synthetic``: the data is made there first. ``gpus``: how many ranks to start, None for none but this process.
+    ``synthetic``: the data is made there first. ``gpus``: how many ranks to start; None for this process alone.
     """
 
     options: Any
@@ -33,7 +33,7 @@ class Request:
     gpus: int | None = None
 
     def train(self, job: Job, screen: TrainingScreen | None = None) -> dict[str, float]:
-        """Train the job on the engine and return the last metrics. Raises FulltiltErrors."""
+        """Train the job and return the last metrics. Raises FulltiltErrors."""
         from fulltilt.train import train
 
         job = replace(job, made_from=mask_config({"data": str(self.data), **asdict(self.options)}))
@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A config file in the words that all recipes share, what is wrong with it, and how it names a key itself."""
+    """A config with the keys of all recipes, its problems, and the names that it uses for the keys."""
 
     values: Mapping[str, Any]
     problems: Sequence[str] = ()
@@ -56,10 +56,10 @@ class Recipe:
     """A trainer that ships with Fulltilt.
 
     ``options`` is a frozen dataclass whose fields are made by ``option``: each is a flag and a key of the config.
-    ``settings`` are its defaults of TrainSettings. ``check_options`` looks at the options before any data is made or
-    read, ``check`` at the data before anything is built on it; they raise UsageError and DataError. ``run`` trains and
-    returns the last metrics. ``synthetic`` is the kind of data that ``--data synthetic`` stands for,
-    ``synthetic_size`` how many samples. ``translate`` turns the keys of another trainer's config file into those above.
+    ``settings`` are its defaults of TrainSettings. ``check_options`` checks the options before any data is made or
+    read, ``check`` the data; they raise UsageError and DataError. ``run`` trains and returns the last metrics.
+    ``synthetic`` and ``synthetic_size`` are kind and samples of ``--data synthetic``. ``translate`` converts
+    the keys of another trainer's config file.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Recipe:
 
 
 def imported(place: str) -> Callable[[Request], Any]:
-    """The function ``module:name``, imported when it is first called: flags and help need no torch."""
+    """The function ``module:name``, imported when it is called: flags and help need no torch."""
     module, _, name = place.partition(":")
 
     def call(request: Request) -> Any:

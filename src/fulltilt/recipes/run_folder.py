@@ -1,4 +1,4 @@
-"""Folders that a library writes into that of a training (models, tokenizers): a private one takes their place."""
+"""Folders in a training's folder that a library writes (models, tokenizers)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fulltilt.errors import ForeignFiles, UsageError
 
 @contextlib.contextmanager
 def written_by_library(target: Path) -> Iterator[Path]:
-    """A new private folder for a library to write into, which takes the place of ``target`` when all is written.
+    """A new private folder for a library to write into, which replaces ``target`` when it is complete.
 
-    Raises ForeignFiles where anything in ``target`` is not Fulltilt's own.
+    Raises ForeignFiles where anything in ``target`` is not Fulltilt's.
     """
-    from fulltilt.train import checkpoint  # torch, which flags and help do without
+    from fulltilt.train import checkpoint  # imports torch, which flags and help do without
 
     folder = checkpoint.claim(target.parent)
     refuse_foreign(target)
@@ -35,7 +35,7 @@ def written_by_library(target: Path) -> Iterator[Path]:
 
 
 def remove_private(folder: store.OwnedFolder, pattern: str) -> None:
-    """Remove folders that Fulltilt has made for a library alone, with whatever it wrote there before it was ended."""
+    """Remove private folders of ours, with everything that a library wrote there."""
     for private in folder.path.glob(pattern):
         if folder.owns(private):
             folder.record_tree(private)
@@ -43,7 +43,7 @@ def remove_private(folder: store.OwnedFolder, pattern: str) -> None:
 
 
 def refuse_foreign(target: Path) -> None:
-    """Raise ForeignFiles unless ``target``, an entry of a training's folder, is free or ours with all that is in it."""
+    """Raise ForeignFiles unless ``target`` in a training's folder is missing, or ours with everything in it."""
     folder = store.OwnedFolder(target.parent)
     folder.check(target)
     foreign = [path for path in sorted(target.rglob("*")) if not folder.owns(path)]
@@ -52,7 +52,7 @@ def refuse_foreign(target: Path) -> None:
 
 
 def refuse_to_replace(model: str, out: Path) -> None:
-    """Raise UsageError for a model to begin with that lies where the trained one will."""
+    """Raise UsageError for an initial model in the place of the trained one."""
     given, place = Path(model).resolve(), (out / "model").resolve()
     if given.is_dir() and place in (given, *given.parents):
         raise UsageError(

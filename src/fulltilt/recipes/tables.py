@@ -1,4 +1,4 @@
-"""CSV files as people have them: other delimiters, a byte order mark, blanks around names and behind delimiters."""
+"""CSV files with any delimiter, a byte order mark, or spaces around names and after delimiters."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ _DELIMITERS = (",", ";", "\t", "|")
 def read(path: Path, wanted: Collection[str]) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
     """The columns of a CSV file, and its lines with their numbers.
 
-    It is split by the delimiter under which its header has most of the columns ``wanted``. Raises DataError where it
-    has one of them twice, since nobody could tell which is meant, and for a line with more values than the others: in
-    it stands a text with a delimiter and no quotes, whose end would be taken for the next column, such as the label.
+    The delimiter is the one with which the header has most of the columns ``wanted``. Raises DataError for duplicates
+    of these, and for a line with more values than the others: an unquoted text with a delimiter in it.
     """
     csv.field_size_limit(_LONGEST_FIELD)
     with path.open(encoding="utf-8-sig", newline="") as file:

@@ -1,7 +1,4 @@
-"""Pictures of cars and what is said of them, from folders ``make/model/year`` or a CSV, and both as tensors.
-
-The tensors are the same every time, so that the feed can keep them decoded.
-"""
+"""Images of cars and their captions, from folders ``make/model/year`` or a CSV, as tensors that the feed can keep."""
 
 from __future__ import annotations
 
@@ -22,16 +19,16 @@ from fulltilt.recipes import tables
 from fulltilt.recipes.carclip import TEMPLATES
 from fulltilt.recipes.images import SUFFIXES, as_rgb, opened
 
-# Found in a data folder, this table is read instead of the folders' names.
+# This table in a data folder is read instead of the names of the folders.
 CAPTIONS = "captions.csv"
-# Pictures that agree in all of these show the same car.
+# Images that agree in all of these show the same car.
 CAR_COLUMNS = ("make", "model", "year", "colour", "color", "body")
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "val"}
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture. ``car`` is alike for pictures of one car; without a caption it is make, model and year."""
+    """One image. ``car`` identifies the car; without a caption it is make, model and year."""
 
     path: Path
     caption: str | None
@@ -40,7 +37,7 @@ class Picture:
 
 
 def read(data: Path, val_share: float) -> list[Picture]:
-    """The pictures of a folder or CSV, each in ``train`` or ``val``. Raises DataError, UsageError."""
+    """The images of a folder or CSV, each in ``train`` or ``val``. Raises DataError, UsageError."""
     if data.is_file():
         pictures = _from_csv(data)
     elif (data / CAPTIONS).is_file():
@@ -68,7 +65,7 @@ def _from_folders(root: Path) -> list[Picture]:
     found = []
     for path in sorted(root.rglob("*")):
         if path.suffix.lower() not in SUFFIXES or path.name.startswith("."):
-            continue  # what begins with a dot is a system's own file
+            continue  # files of the system begin with a dot
         names = path.relative_to(root).parts[:-1]
         split = SPLITS.get(names[0].lower(), "") if len(names) == 4 else ""
         if len(names) != (4 if split else 3):
@@ -104,14 +101,14 @@ def _from_row(row: dict[str, str], table: Path, number: int) -> Picture:
     told = (row.get("split") or "").strip().lower()
     if told and told not in SPLITS:
         raise DataError(f"line {number} of {table}: split is {told!r}", f"Use {', '.join(SPLITS)}.")
-    # The same car in other words; a caption says which it is where the columns do not.
+    # The columns identify the car, or else the caption.
     known = tuple((row.get(name) or "").strip() for name in CAR_COLUMNS)
     car = known if all(known[:3]) else (caption,)
     return Picture(table.parent / row["image"], caption, car, SPLITS.get(told, ""))
 
 
 def _share_of(path: Path, root: Path) -> float:
-    """A number in [0, 1) that only the path below ``root`` decides: adding pictures moves none to the other side."""
+    """A number in [0, 1) from the path below ``root``: adding images moves none to the other split."""
     try:
         name = path.relative_to(root).as_posix()
     except ValueError:  # a CSV may name pictures anywhere
@@ -120,7 +117,7 @@ def _share_of(path: Path, root: Path) -> float:
 
 
 def refuse_one_car(pictures: Iterable[Picture]) -> None:
-    """Raise DataError where all pictures to train on show the same car: every caption would be right for each."""
+    """Raise DataError where all training images show the same car: every caption would fit each."""
     shown = {picture.car for picture in pictures if picture.split == "train"}
     if len(shown) == 1:
         raise DataError(
@@ -130,7 +127,7 @@ def refuse_one_car(pictures: Iterable[Picture]) -> None:
 
 
 def read_templates(file: str | None) -> tuple[str, ...]:
-    """Caption templates, one a line, with {make}, {model} and {year}; without a file ours. Raises UsageError."""
+    """The caption templates of a file, one per line, or ours. Raises UsageError."""
     if file is None:
         return TEMPLATES
     try:
@@ -153,10 +150,7 @@ def read_templates(file: str | None) -> tuple[str, ...]:
 
 
 class CarPictures(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """``image`` uint8 [3, side, side], ``tokens`` [captions, length], ``car`` as a number.
-
-    Every picture has as many captions as any other.
-    """
+    """``image`` uint8 [3, side, side], ``tokens`` [captions, length], ``car`` as a number."""
 
     deterministic = True  # the feed may keep what it returns
 
@@ -171,7 +165,7 @@ class CarPictures(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self.side = side
         cars = {car: number for number, car in enumerate(dict.fromkeys(picture.car for picture in pictures))}
         self.cars = torch.tensor([cars[picture.car] for picture in pictures])
-        # Thousands of pictures share a few captions; each is kept once.
+        # Thousands of images share a few captions: each is tokenised once.
         texts = [captions_of(picture, templates) for picture in pictures]
         rows = {captions: row for row, captions in enumerate(dict.fromkeys(texts))}
         self.rows = torch.tensor([rows[captions] for captions in texts])
@@ -190,7 +184,7 @@ class CarPictures(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def captions_of(picture: Picture, templates: Sequence[str]) -> tuple[str, ...]:
-    """What may be said of a picture: its own caption, or the templates filled in."""
+    """The captions of an image: its own, or the templates filled in."""
     if picture.caption is not None:
         return (picture.caption,)
     make, model, year = picture.car
@@ -198,9 +192,9 @@ def captions_of(picture: Picture, templates: Sequence[str]) -> tuple[str, ...]:
 
 
 def decoded(path: Path, side: int) -> torch.Tensor:
-    """uint8 [3, side, side]: CLIP's own preparation, the shorter side scaled and the middle cut out."""
+    """uint8 [3, side, side], as CLIP prepares images: resized by the shorter side and centre-cropped."""
     with opened(path) as taken:
-        taken.draft("RGB", (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
+        taken.draft("RGB", (2 * side, 2 * side))  # decodes a large JPEG at a fraction of its size
         picture = as_rgb(ImageOps.exif_transpose(taken))
     if picture.size != (side, side):
         picture = ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC)
@@ -208,7 +202,7 @@ def decoded(path: Path, side: int) -> torch.Tensor:
 
 
 class CarViews(Pipeline):
-    """What a picture looks like in an epoch, and which of its captions goes with it. Paint keeps its colour."""
+    """Augments the image and chooses its caption for the epoch. Hue is kept, as captions name colours."""
 
     def __init__(self, side: int, *, augment: bool) -> None:
         views: list[Any] = [
@@ -221,7 +215,7 @@ class CarViews(Pipeline):
     def __call__(
         self, batch: dict[str, torch.Tensor], seed: int, epoch: int, indices: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """See Augmentation. Captions take turns, so that each is seen as often as any other."""
+        """See Augmentation. Captions take turns over the epochs."""
         seen: dict[str, torch.Tensor] = (
             super().__call__(batch, seed, epoch, indices) if self.transforms else dict(batch)
         )

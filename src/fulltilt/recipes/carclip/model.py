@@ -1,7 +1,4 @@
-"""CLIP through transformers: pictures and tokens in, embeddings of length one out; and its tokenizer.
-
-Pretrained from a folder or the hub, or with random weights in two sizes.
-"""
+"""CLIP with transformers: pretrained from a folder or the hub, or with random weights in two sizes."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from fulltilt.recipes.pretrained import load
 # What every CLIP model was trained with.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-# transformers' 0.02 drowns in the patches, which are about 25 times as large: such a model learns colours and, for a
-# long time, no shapes. Synthetic cars, 10,000 samples: recall at 1 is 8 × chance with 0.02 and 25 × with this.
+# transformers' 0.02 is too small beside the patch embeddings, about 25 times as large: the model learns colours and,
+# for long, no shapes. Synthetic cars, 10,000 samples: recall at 1 is 8 × chance with 0.02 and 25 × with this.
 POSITION_STD = 0.3
-# Of the tokenizer that a model with random weights gets. Captions of cars are a few hundred words.
+# The tokenizer of a model with random weights. Captions of cars have a few hundred words.
 TOKENIZER = {
     "size": 4096,
     "start": "<|startoftext|>",
@@ -34,7 +31,7 @@ TOKENIZER = {
 
 
 class DualEncoder(torch.nn.Module):
-    """transformers' CLIPModel behind one ``forward``, so that torch.compile and checkpointing see one module."""
+    """transformers' CLIPModel with one ``forward`` to normalised embeddings, for torch.compile and checkpointing."""
 
     mean: torch.Tensor
     std: torch.Tensor
@@ -48,22 +45,22 @@ class DualEncoder(torch.nn.Module):
 
     @property
     def log_scale(self) -> torch.nn.Parameter:
-        """The logarithm of the factor on cosines; its inverse is the temperature."""
+        """The logarithm of 1 / temperature."""
         scale: torch.nn.Parameter = self.clip.logit_scale
         return scale
 
     def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings of pictures (uint8, or float in [0, 1]) and of their captions."""
+        """Embeddings of images (uint8, or float in [0, 1]) and of their captions."""
         return self.embed_images(images), self.embed_texts(tokens)
 
     def embed_images(self, images: torch.Tensor) -> torch.Tensor:
-        """[batch, width], float32, each of length one."""
+        """[batch, width], float32, normalised."""
         pixels = images.float() / 255 if images.dtype == torch.uint8 else images
         seen = self.clip.vision_model(pixel_values=(pixels - self.mean) / self.std)
         return functional.normalize(self.clip.visual_projection(seen.pooler_output).float(), dim=-1)
 
     def embed_texts(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The same of texts. No mask: a text is read at its end token, and attention looks only back from there."""
+        """The same for texts. Without a mask: attention is causal, and the end token gives the embedding."""
         read = self.clip.text_model(input_ids=tokens.long())
         return functional.normalize(self.clip.text_projection(read.pooler_output).float(), dim=-1)
 
@@ -72,7 +69,7 @@ class DualEncoder(torch.nn.Module):
         self.clip.gradient_checkpointing_enable()
 
     def save(self, folder: Path) -> None:
-        """In Hugging Face's format: ``--model`` takes it too."""
+        """Save in Hugging Face's format, as ``--model`` takes it."""
         from transformers import CLIPImageProcessor
         from transformers.utils import logging
 
@@ -126,12 +123,12 @@ def random_weights(size: str, tokenizer: Any, image_size: int | None, temperatur
 
 
 def fixed_length(tokenizer: Any, captions: Sequence[str], most: int) -> int:
-    """The tokens of the longest caption, in steps of 8 for the GPU's sake and at most what the model has room for."""
+    """The tokens of the longest caption, rounded up to 8 for the GPU, and at most ``most``."""
     longest = max((len(ids) for ids in tokenizer(list(captions))["input_ids"]), default=8)
     return min(-(-longest // 8) * 8, most)
 
 
 def tokenised(tokenizer: Any, captions: Sequence[str], length: int) -> torch.Tensor:
-    """int32 [captions, length]. A longer caption loses its end, but not the end token that its meaning is read from."""
+    """int32 [captions, length]. A longer caption is truncated before its end token."""
     found = tokenizer(list(captions), padding="max_length", truncation=True, max_length=length)
     return torch.tensor(found["input_ids"], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""From a request to a job for the engine: what is checked before, said at the start and left at the end."""
+"""The carclip recipe as a Job: checks, the contrastive loss, recall metrics, and export of the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fulltilt.train.job import Job, Stage
 
 
 def check_options(request: Request) -> None:
-    """Look at model name and templates. Raises UsageError."""
+    """Check model name, settings and templates. Raises UsageError."""
     options: CarClipOptions = request.options
     model = options.model
     named = model in ("auto", *BUILT_IN) or "/" in model or Path(model).is_dir()
@@ -61,16 +61,16 @@ def check_options(request: Request) -> None:
 
 
 def check(request: Request) -> None:
-    """Look at every picture before anything is built. Raises UsageError, DataError."""
+    """Check every image. Raises UsageError, DataError."""
     pictures = table.read(request.data, request.options.val_share)
     table.refuse_one_car(pictures)
     sizes(picture.path for picture in pictures)
 
 
 def run(request: Request) -> Mapping[str, float]:
-    """Train, and leave the model in Hugging Face's format."""
+    """Train, and save the model in Hugging Face's format."""
     if request.options.export:
-        refuse_foreign(request.out / "model")  # better now than after the training
+        refuse_foreign(request.out / "model")  # before the training
     job = build(request)
     metrics = request.train(job)
     if request.options.export and rank_from_env().rank == 0:
@@ -82,12 +82,12 @@ def run(request: Request) -> Mapping[str, float]:
 
 
 def build(request: Request) -> Job:
-    """The engine's job."""
+    """The Job of a request."""
     options: CarClipOptions = request.options
     templates = table.read_templates(options.templates)
     pictures = table.read(request.data, options.val_share)
     captions = [caption for picture in pictures for caption in captions_of(picture, templates)]
-    torch.manual_seed(request.settings.seed)  # random weights are the run's own
+    torch.manual_seed(request.settings.seed)  # for random weights
     model = load_model(request, captions)
     length = fixed_length(model.tokenizer, captions, model.clip.config.text_config.max_position_embeddings)
     if rank_from_env().rank == 0:
@@ -113,7 +113,7 @@ def build(request: Request) -> Job:
 
 
 def load_model(request: Request, captions: Sequence[str]) -> DualEncoder:
-    """The model that the options name; ``auto`` is ViT-B/32 on a GPU and a small one on a CPU."""
+    """The model of the options; ``auto`` is ViT-B/32 on a GPU and the small one on a CPU."""
     options: CarClipOptions = request.options
     name = options.model
     if name == "auto":
@@ -127,7 +127,7 @@ def load_model(request: Request, captions: Sequence[str]) -> DualEncoder:
 def embed_for_metrics(
     model: Any, batch: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The loss within a validation batch, and what the metrics of the whole set need of it."""
+    """The loss within a validation batch, and the embeddings for the metrics of the whole set."""
     images, texts = model(batch["image"], batch["tokens"])
     loss, found = compared(images, texts, batch["car"], model.log_scale)
     return loss, found, {"images": images, "texts": texts, "car": batch["car"]}
@@ -152,29 +152,28 @@ def _frozen(options: CarClipOptions) -> tuple[str, ...]:
 
 # --------------------------------------------------------------------------- the loss
 
-# Every image against every caption of the step, over all micro-batches and all ranks. Plain gradient accumulation would
-# compare the samples of a micro-batch only with each other: fewer negatives, another loss. Here a step is embedded part
-# by part, compared as a whole, and each part is computed again in backward when its turn comes (GradCache, Gao et al.
-# 2021). The gradient is that of one large batch, the memory that of one part.
+# Every image against every caption of the step, over all micro-batches and ranks. Plain gradient accumulation would
+# have fewer negatives, and thus another loss. Here a step is embedded part by part, compared as a whole, and each part
+# is recomputed in backward (GradCache, Gao et al. 2021): the gradient of one large batch in the memory of one part.
 
-# CLIP's own bound: beyond a scale of 100 the softmax is so sharp that training becomes unstable.
+# As in CLIP: beyond a scale of 100 training becomes unstable.
 MOST_LOG_SCALE = math.log(100.0)
 
 Batch = Mapping[str, torch.Tensor]
 
 
 def contrastive_loss(model: Any, parts: Sequence[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The symmetric InfoNCE loss over the parts of all ranks, and how many pairs it finds (``matched``).
+    """The symmetric InfoNCE loss over the parts of all ranks, and the share of pairs found (``matched``).
 
-    Each rank knows all embeddings and differentiates the whole loss with respect to its own, so that no gradient has
-    to travel between ranks but those of the weights.
+    Each rank has all embeddings and differentiates the whole loss with respect to its own, so that ranks only exchange
+    gradients of the weights.
     """
     counts, own = _embedded_on_all_ranks(model, parts)
     cars = torch.cat([part["car"] for part in parts])
     images, texts = own
     if len(counts) > 1:
-        # The engine weighs a rank's loss by its share of the samples. That is right for the temperature, which every
-        # rank sees the whole loss of, but the gradient of its own embeddings is complete as it is.
+        # The engine weighs a rank's loss by its share of the samples. That is right for the temperature, but the
+        # gradient of a rank's own embeddings is complete already.
         share = len(cars) / sum(counts)
         for embedded in own:
             if embedded.requires_grad:
@@ -188,7 +187,7 @@ def contrastive_loss(model: Any, parts: Sequence[Batch]) -> tuple[torch.Tensor, 
 def compared(
     images: torch.Tensor, texts: torch.Tensor, cars: torch.Tensor, log_scale: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of embedded pairs, in float32. Two pairs of the same car are no negatives of each other."""
+    """The loss of embedded pairs, in float32. Pairs of the same car are no negatives."""
     with torch.autocast(images.device.type, enabled=False):
         scores = log_scale.float().exp() * (images.float() @ texts.float().T)
         same = cars[:, None] == cars[None, :]
@@ -201,7 +200,7 @@ def compared(
 
 
 def _embedded_on_all_ranks(model: Any, parts: Sequence[Batch]) -> tuple[list[int], tuple[torch.Tensor, torch.Tensor]]:
-    """How many samples each rank has, and our own embedded. Memory that runs out on one rank runs out on all."""
+    """The samples of each rank, and our embeddings. Out-of-memory on one rank is raised on all."""
     samples = sum(len(part["car"]) for part in parts)
     if not dist.is_initialized():
         return [samples], _embedded(model, parts)
@@ -211,7 +210,7 @@ def _embedded_on_all_ranks(model: Any, parts: Sequence[Batch]) -> tuple[list[int
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    # The others would wait for our embeddings for ever: they have to know before.
+    # The others would wait for our embeddings for ever.
     counts = counts_of_all(-1 if own is None else samples)
     if own is None or min(counts) < 0:
         raise torch.OutOfMemoryError("memory ran out on a rank while it embedded its samples")
@@ -219,16 +218,16 @@ def _embedded_on_all_ranks(model: Any, parts: Sequence[Batch]) -> tuple[list[int
 
 
 def _embedded(model: Any, parts: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and texts of all parts. Only the last part keeps its activations: backward comes to it first."""
+    """Embeddings of all parts. Only the last part keeps its activations: backward reaches it first."""
     *earlier, last = parts
-    # Done again with the random state of the first time, so that dropout drops the same.
+    # Recomputed with the same random state, so that dropout is the same.
     done = [checkpoint(model, part["image"], part["tokens"], use_reentrant=False) for part in earlier]
     done.append(model(last["image"], last["tokens"]))
     images, texts = zip(*done, strict=True)
     return torch.cat(images), torch.cat(texts)
 
 
-# --------------------------------------------------------------------------- how well pictures and captions are found
+# --------------------------------------------------------------------------- metrics
 
 RANKS = (1, 5, 10)
 # Rows of the similarity matrix at a time: 1024 × 100,000 in float32 are 400 MB.
@@ -236,10 +235,10 @@ CHUNK = 1024
 
 
 def recalls(images: torch.Tensor, texts: torch.Tensor, cars: torch.Tensor) -> dict[str, float]:
-    """Recall at 1, 5 and 10 from picture to caption (``i2t``) and back (``t2i``), and the mean of both at 1.
+    """Recall at 1, 5 and 10 from image to caption (``i2t``) and back (``t2i``), and the mean of both at 1.
 
-    Pictures of one car share a caption: the gallery holds it once, and any of its pictures counts. A wrong entry that
-    scores just as high comes first, so that a model that says the same of everything finds nothing.
+    Images of one car share a caption: the gallery holds it once, and any of its images counts. Of equal scores a wrong
+    entry ranks first, so that a constant model finds nothing.
     """
     names, group = torch.unique(cars, return_inverse=True)
     first = torch.full((len(names),), len(cars), device=cars.device).scatter_reduce(
@@ -258,14 +257,14 @@ def recalls(images: torch.Tensor, texts: torch.Tensor, cars: torch.Tensor) -> di
 
 
 def _text_places(images: torch.Tensor, gallery: torch.Tensor, group: torch.Tensor) -> Iterator[torch.Tensor]:
-    """For each picture how many captions come before its own."""
+    """For each image, how many captions rank before its own."""
     for rows, own in zip(torch.split(images, CHUNK), torch.split(group, CHUNK), strict=True):
         scores = rows @ gallery.T
         yield (scores >= scores.gather(1, own[:, None])).sum(dim=1) - 1
 
 
 def _image_places(images: torch.Tensor, gallery: torch.Tensor, group: torch.Tensor) -> Iterator[torch.Tensor]:
-    """For each caption how many pictures of other cars come before the first of its own."""
+    """For each caption, how many images of other cars rank before the first of its own."""
     for first, rows in zip(range(0, len(gallery), CHUNK), torch.split(gallery, CHUNK), strict=True):
         scores = rows @ images.T
         own = group[None, :] == torch.arange(first, first + len(rows), device=group.device)[:, None]

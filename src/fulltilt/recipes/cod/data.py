@@ -1,4 +1,4 @@
-"""COD10K-v3 on disk: pictures and their masks, checked before training, and as tensors of one size."""
+"""COD10K-v3 folders: images and their masks, checked before training, as tensors of one size."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ PARTS = ("Train", "Test")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A picture and its mask."""
+    """An image and its mask."""
 
     picture: Path
     mask: Path
 
 
 def pairs(root: Path, part: str, *, noncam: bool = False) -> list[Pair]:
-    """The pictures of ``Train`` or ``Test``, in the order of their names. Raises DataError for a missing folder.
+    """The images of ``Train`` or ``Test``, in the order of their names. Raises DataError for a missing folder.
 
-    Pictures named ``…-NonCAM-…`` show nothing hidden and are left out unless asked for.
+    Images named ``…-NonCAM-…`` show nothing hidden and are left out unless ``noncam``.
     """
     images, masks = root / part / "Image", root / part / "GT_Object"
     for folder in (root, images, masks):
@@ -49,13 +49,13 @@ def pairs(root: Path, part: str, *, noncam: bool = False) -> list[Pair]:
 
 
 def _pictures_in(folder: Path) -> list[Path]:
-    """By name, a PNG behind others of its name. A name that begins with a dot is a system's own file."""
+    """The images of a folder by name, a PNG after others of its name; without hidden files."""
     found = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.name[0] != "."]
     return sorted(found, key=lambda path: (path.stem, path.suffix.lower() == ".png", path.name))
 
 
 class Pictures(torch.utils.data.Dataset[Any]):
-    """Pairs as uint8 tensors: the picture [3, size, size], its mask [1, size, size] of 0 and 1. Nothing random."""
+    """Pairs as uint8 tensors: the image [3, size, size], its mask [1, size, size] of 0 and 1."""
 
     deterministic = True  # the feed may keep what it returns
 
@@ -71,8 +71,7 @@ class Pictures(torch.utils.data.Dataset[Any]):
         with opened(pair.mask) as drawn:
             mask = as_mask(drawn).resize(place, Image.Resampling.BILINEAR)
         with opened(pair.picture) as taken:
-            # A JPEG decodes at a fraction of its size for a fraction of the time.
-            taken.draft("RGB", place)
+            taken.draft("RGB", place)  # decodes a large JPEG at a fraction of its size
             picture = as_rgb(taken).resize(place, Image.Resampling.BILINEAR)
         image = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(self.size, self.size, 3)
         hidden = torch.frombuffer(bytearray(mask.tobytes()), dtype=torch.uint8).view(1, self.size, self.size)
@@ -80,14 +79,14 @@ class Pictures(torch.utils.data.Dataset[Any]):
 
 
 def check(request: Request) -> None:
-    """Raise DataError for the first thing that would stop the run later."""
+    """Check every pair. Raises DataError."""
     options: CodOptions = request.options
     for part in PARTS:
         check_pairs(pairs(request.data, part, noncam=options.include_noncam))
 
 
 def check_pairs(listed: Sequence[Pair]) -> None:
-    """Raise DataError when a picture has no mask, cannot be opened, or has a mask of another size."""
+    """Raise DataError when an image has no mask, cannot be opened, or has a mask of another size."""
     missing = [pair for pair in listed if not pair.mask.is_file()]
     if missing:
         mask = missing[0].mask

@@ -1,4 +1,4 @@
-"""The network: a timm backbone, and a decoder that goes from coarse to fine with a mixture of experts at each level."""
+"""The network: a timm backbone, and a coarse-to-fine decoder with a mixture of experts at each level."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from fulltilt.train.weight_import import compare, read_weights, reason
 
 
 class CodNet(nn.Module):
-    """Finds what is hidden: logits of the mask at the size of the picture."""
+    """Segments camouflaged objects: logits of the mask at the size of the image."""
 
     def __init__(self, backbone: nn.Module, levels: list[int], width: int, num_experts: int) -> None:
         super().__init__()
         self.backbone = backbone
         channels = [backbone.feature_info.channels()[level] for level in levels]  # type: ignore[operator, union-attr]
         self.levels = levels
-        self.channels_behind = str(getattr(backbone, "output_fmt", "NCHW")).endswith("NHWC")  # Swin and its kin
+        self.channels_last = str(getattr(backbone, "output_fmt", "NCHW")).endswith("NHWC")  # Swin and its kin
         self.narrow = nn.ModuleList(nn.Conv2d(count, width, 1) for count in channels)
-        # The finest map is as large as all others together; it refines edges and needs no experts.
+        # The finest map is as large as all others together; it only refines edges.
         self.experts = nn.ModuleList(Experts(width, num_experts, max(width // 2, 8)) for _ in channels[1:])
         self.smooth = nn.ModuleList(_smooth(width) for _ in channels)
         self.heads = nn.ModuleList(nn.Conv2d(width, 1, 1) for _ in channels)
         for head in self.heads:
-            # A pixel is rarely hidden: beginning there spares the first epoch.
+            # Few pixels are hidden: begin with that prior.
             nn.init.constant_(head.bias, -2.0)  # type: ignore[arg-type]
 
     def forward(self, images: torch.Tensor, return_deep_supervision: bool = False) -> Any:
@@ -39,7 +39,7 @@ class CodNet(nn.Module):
         of the coarser levels, the coarsest first.
         """
         maps = self.backbone(images)
-        if self.channels_behind:
+        if self.channels_last:
             maps = [features.permute(0, 3, 1, 2) for features in maps]
         fused: torch.Tensor | None = None
         imbalances, logits = [], []
@@ -62,7 +62,7 @@ class CodNet(nn.Module):
         return prediction, auxiliary, logits[:-1]
 
     def train(self, mode: bool = True) -> CodNet:
-        """As every module, but a BatchNorm whose weights are frozen keeps its statistics too."""
+        """As in nn.Module, but a BatchNorm with frozen weights keeps its statistics too."""
         super().train(mode)
         for module in self.backbone.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.weight is not None:
@@ -71,22 +71,22 @@ class CodNet(nn.Module):
 
 
 def _smooth(width: int) -> nn.Module:
-    # GroupNorm: a batch that is halved for want of memory gives the same gradients.
+    # GroupNorm: gradients stay the same when a batch is halved after out-of-memory.
     return nn.Sequential(
         nn.Conv2d(width, width, 3, padding=1, bias=False), nn.GroupNorm(8 if width % 8 == 0 else 1, width), nn.GELU()
     )
 
 
 def build(backbone: str, size: int, *, weights: str = "none", width: int = 64, num_experts: int = 7) -> CodNet:
-    """The network for pictures of ``size``. Raises UsageError for a backbone or weights that will not do."""
+    """The network for images of ``size``. Raises UsageError for an unusable backbone or weights."""
     features = feature_maps(backbone, size, weights)
     return CodNet(features, usable_levels(features), width, num_experts)
 
 
 class Experts(nn.Module):
-    """``count`` small convolutional experts, added to their input in the shares that a router gives each picture.
+    """``count`` small convolutional experts, added to their input with the weights of a router for each image.
 
-    Routing is soft, so that every expert gets a gradient from every picture. All experts are one grouped computation.
+    Routing is soft: every expert gets a gradient from every image. All experts are one grouped convolution.
     """
 
     def __init__(self, width: int, count: int, hidden: int) -> None:
@@ -97,13 +97,13 @@ class Experts(nn.Module):
         self.look = nn.Conv2d(count * hidden, count * hidden, 3, padding=1, groups=count * hidden)
         self.leave = nn.Conv2d(count * hidden, width, 1)
         self.activation = nn.GELU()
-        # The mixture begins as the identity: a decoder that works already is not disturbed by fresh experts.
+        # The mixture begins as the identity.
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)  # type: ignore[arg-type]
 
     def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The features with the experts' part added, and how unevenly the experts are used (0 when evenly)."""
-        # Shares in float32: with the digits of bf16 they would no longer add up to one.
+        """The features with the experts' output added, and the imbalance of the experts."""
+        # In float32: in bf16 the shares would not add up to one.
         shares = torch.softmax(self.router(features.mean(dim=(2, 3))).float(), dim=1)
         hidden = self.activation(self.look(self.enter(features)))
         weight = shares.to(hidden.dtype).repeat_interleave(hidden.shape[1] // self.count, dim=1)
@@ -112,17 +112,17 @@ class Experts(nn.Module):
 
 
 def imbalance(shares: torch.Tensor) -> torch.Tensor:
-    """Of routing shares [pictures, experts]: 0 when all experts get the same, experts - 1 when one gets all."""
+    """Of routing shares [images, experts]: 0 when all experts get the same, experts - 1 when one gets all."""
     used = shares.mean(dim=0)
     return shares.shape[1] * (used * used).sum() - 1.0
 
 
-# The decoder works from stride 4 down: finer maps cost most of the time and tell little.
+# The decoder uses strides of 4 and more: finer maps cost most of the time and help little.
 FINEST_STRIDE = 4
 
 
 def check_backbone(name: str, size: int, weights: str) -> None:
-    """Raise UsageError when the backbone or a picture of ``size`` would fail. Costs no memory: nothing is computed."""
+    """Raise UsageError when the backbone or images of ``size`` would fail, tried on the meta device."""
     with torch.device("meta"):
         features = feature_maps(name, size, "none").eval()
         usable_levels(features)
@@ -147,7 +147,7 @@ def feature_maps(name: str, size: int, weights: str) -> Any:
         asked["pretrained_cfg_overlay"] = {"state_dict": _weights_for(name, Path(weights))}
     try:
         try:
-            # Transformers with positions for one size take others only when told so.
+            # Transformers with position embeddings need the image size.
             made = timm.create_model(name, **asked, img_size=size)
         except TypeError:
             made = timm.create_model(name, **asked)
@@ -168,7 +168,7 @@ def _known(name: str) -> str:
 
 
 def _weights_for(name: str, path: Path) -> dict[str, torch.Tensor]:
-    """The weights of a file, safely read. Raises UsageError when they are of another backbone."""
+    """The weights in a file. Raises UsageError when they are of another backbone."""
     with torch.device("meta"):
         whole = timm.create_model(name)
     given = read_weights(path)
@@ -179,7 +179,7 @@ def _weights_for(name: str, path: Path) -> dict[str, torch.Tensor]:
 
 
 def usable_levels(features: Any) -> list[int]:
-    """The numbers of the feature maps that the decoder works on, the finest first. Raises UsageError without one."""
+    """The indices of the feature maps for the decoder, the finest first. Raises UsageError without one."""
     strides = features.feature_info.reduction()
     levels = [level for level, stride in enumerate(strides) if stride >= FINEST_STRIDE]
     if not levels:
@@ -199,11 +199,11 @@ def blocks(backbone: nn.Module) -> list[tuple[str, ...]]:
         units = [unit for name, child in children for unit in _inner(name, child)]
     groups = []
     for remaining in range(min(5, len(units)), 0, -1):
-        # The shallow groups take what cannot be divided evenly: their units are small.
+        # The shallow groups take the remainder: their units are small.
         size = len(units) // remaining
         groups.append(tuple(f"{prefix}{unit}.*" for unit in units[len(units) - size :]))
         units = units[: len(units) - size]
-    # With the last go the parameters that belong to no unit, such as positions.
+    # The last group includes parameters of no unit, such as position embeddings.
     return [*groups[:-1], ("backbone.*",)]
 
 

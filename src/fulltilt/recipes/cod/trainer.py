@@ -1,4 +1,4 @@
-"""The cod recipe as a job of the engine: data, augmentation, the two stages, the loss and what is measured."""
+"""The cod recipe as a Job: data, augmentation, the two stages, the loss and the metrics."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from fulltilt.train.job import Job, Stage
 from fulltilt.train.weight_import import load_weights
 
 MOST_LOGIT = 30.0
-# How much more a pixel counts whose surroundings are all of the other kind; the value of the field since F3Net.
+# The extra weight of a pixel whose surroundings are all of the other class, as in F3Net.
 EDGE_WEIGHT = 5.0
-# The surroundings: 31 pixels of a picture of 352, as in the field, and the same share of any other.
+# The surroundings: 31 pixels of an image of 352, as in F3Net, and the same share of any other.
 EDGE_SHARE = 31 / 352
 # Each coarser level counts half as much as the one before it.
 DEEP_DECAY = 0.5
-# Stage 2 has its whole backbone moving after this share of its epochs.
+# In stage 2 the whole backbone is trained after this share of the epochs.
 UNFROZEN_AFTER = 0.4
 
 
 def check_options(request: Request) -> None:
-    """Look at the backbone and its weights. Raises UsageError."""
+    """Check the backbone and its weights. Raises UsageError."""
     options: CodOptions = request.options
     network.check_backbone(options.backbone, options.img_size, options.weights)
 
@@ -41,7 +41,7 @@ def run(request: Request) -> Mapping[str, float]:
     """Train, and return the last metrics."""
     job = build(request)
     if request.options.skip_stage1 and request.resume_from is not None:
-        # Stage 2 begins at its beginning, with these weights: the position in the other run means nothing here.
+        # Only the weights are taken: the position in the other run means nothing here.
         taken = load_weights(job.model, request.resume_from)
         if rank_from_env().rank == 0:
             print(*taken.lines(), sep="\n", flush=True)
@@ -50,9 +50,9 @@ def run(request: Request) -> Mapping[str, float]:
 
 
 def build(request: Request) -> Job:
-    """The job of a request whose data was checked."""
+    """The Job of a request."""
     options: CodOptions = request.options
-    torch.manual_seed(request.settings.seed)  # the weights are drawn here, before the engine seeds
+    torch.manual_seed(request.settings.seed)  # the weights are made before the engine seeds
     net = network.build(
         options.backbone,
         options.img_size,
@@ -85,7 +85,7 @@ def build(request: Request) -> Job:
 
 
 def stages(options: CodOptions, epochs: int, blocks: list[tuple[str, ...]]) -> tuple[Stage, ...]:
-    """The decoder alone on a frozen backbone, then everything; ``blocks`` of the backbone come the deepest first."""
+    """The decoder on a frozen backbone, then everything; ``blocks`` of the backbone are the deepest first."""
     first = first_stage(options, epochs)
     length = epochs - first
     thaw = UNFROZEN_AFTER * length / len(blocks) if options.progressive_unfreeze else 0.0
@@ -106,23 +106,22 @@ def stages(options: CodOptions, epochs: int, blocks: list[tuple[str, ...]]) -> t
 
 
 def loss(options: CodOptions, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """The loss of a batch of pictures and masks."""
+    """The loss of a batch of images and masks."""
     images, masks = batch
     prediction, auxiliary, deep = model(images, return_deep_supervision=True)
     return deep_loss(prediction, deep if options.deep_supervision else (), auxiliary, masks, options.balance)
 
 
 def eval_loss(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """The loss and the measures of the field, as means over a batch."""
+    """The loss and the metrics, as means over a batch."""
     images, masks = batch
     prediction = model(images).float()
     measured = measure(torch.sigmoid(prediction), masks)
     return structure_loss(prediction, masks), {name: values.mean() for name, values in measured.items()}
 
 
-# In half precision this loss meets NaN: a confident logit makes sigmoid exactly 0 or 1, whose logarithm is infinite,
-# and the sums over a picture pass 65504. So everything is float32, cross-entropy is taken from the logits, and they
-# are clamped: beyond ±30 the loss of a float32 is flat anyway, and a logit that has run away can still come back.
+# In half precision this loss becomes NaN: a confident logit makes the sigmoid exactly 0 or 1, and the sums over an
+# image pass 65504. So it is float32, with cross-entropy from logits, clamped to ±30, where the loss is flat anyway.
 def structure_loss(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The mean loss over a batch; ``logits`` and ``mask`` (0 to 1) are [batch, 1, height, width]."""
     with torch.autocast(logits.device.type, enabled=False):
@@ -135,7 +134,7 @@ def structure_loss(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         hidden = torch.sigmoid(logits)
         both = (weight * hidden * mask).sum(dims)
         either = (weight * (hidden + mask)).sum(dims) - both
-        # The ones keep a picture without anything hidden from dividing by nothing.
+        # The ones avoid a division by zero for an empty mask.
         return (weighted_entropy + 1.0 - (both + 1.0) / (either + 1.0)).mean()
 
 
@@ -147,7 +146,7 @@ def deep_loss(
     total = structure_loss(prediction, mask)
     weight = DEEP_DECAY
     for logits in reversed(deep):
-        # At the level's own size: the mask shrinks instead of the logits growing.
+        # At the level's own size: the mask is shrunk.
         height, width = logits.shape[-2:]
         total = total + weight * structure_loss(logits, F.adaptive_avg_pool2d(mask, (height, width)))
         weight *= DEEP_DECAY
@@ -155,26 +154,25 @@ def deep_loss(
 
 
 def _surroundings(mask: torch.Tensor) -> torch.Tensor:
-    """The mean of the mask around each pixel; in two passes, because a square of 31 would look at 961 pixels each."""
+    """The mean of the mask around each pixel, as a separable box filter."""
     reach = max(round(mask.shape[-1] * EDGE_SHARE / 2), 1)
     across = F.avg_pool2d(mask, (1, 2 * reach + 1), stride=1, padding=(0, reach))
     return F.avg_pool2d(across, (2 * reach + 1, 1), stride=1, padding=(reach, 0))
 
 
-# --------------------------------------------------------------------------- the measures of the field
+# --------------------------------------------------------------------------- metrics
 
-# For a whole batch at once and on its device, one value for each picture: IoU at one half, S-measure (Fan 2017) and
-# MAE. As in the reference implementation, pysodmetrics, a prediction is stretched to the range 0 to 1 first, except for
-# IoU. Pictures are measured at the size they are trained at, which is cheap enough for every epoch. Papers measure at
-# the mask's own size: these figures compare runs of this recipe, not with theirs.
+# For a whole batch on its device, one value per image: IoU at 0.5, S-measure (Fan 2017) and MAE. As in pysodmetrics, a
+# prediction is first stretched to the range 0 to 1, except for IoU. Images are measured at the training size; papers
+# measure at the mask's own size, so these figures only compare runs of this recipe.
 EPS = torch.finfo(torch.float64).eps
 LEVELS = 256
-# What differences of sums leave behind of nothing.
+# Rounding errors of differences of sums.
 TINY = 1e-12
 
 
 def measure(probability: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of probabilities and masks [batch, 1, height, width]: all measures, each [batch]. Only of mae less is better."""
+    """All metrics, each [batch], of probabilities and masks [batch, 1, height, width]. For mae less is better."""
     raw, inside = probability[:, 0].float(), mask[:, 0] > 0
     stretched = stretch(raw)
     return {
@@ -185,7 +183,7 @@ def measure(probability: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Te
 
 
 def stretch(values: torch.Tensor) -> torch.Tensor:
-    """Each picture of [batch, height, width] in 256 levels from 0 to 1, as if saved as an image and loaded again."""
+    """Each image of [batch, height, width] in 256 levels from 0 to 1, as if saved and loaded again."""
     values = torch.floor(values.double() * (LEVELS - 1)) / (LEVELS - 1)
     low, high = values.amin(dim=(1, 2), keepdim=True), values.amax(dim=(1, 2), keepdim=True)
     return torch.where(high > low, (values - low) / (high - low).clamp(min=EPS), values).float()
@@ -199,7 +197,7 @@ def iou(values: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
 
 
 def s_measure(values: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """Likeness of structure: half by object and background, half by the four quarters about the object's centre."""
+    """Structural similarity: half of object and background, half of the four quarters about the object's centre."""
     x, y = values.double(), inside.double()
     share, mean = y.mean(dim=(1, 2)), x.mean(dim=(1, 2))
     mixed = (0.5 * _by_object(x, y, share) + 0.5 * _by_quarter(x, y)).clamp(min=0)
@@ -240,7 +238,7 @@ def _by_quarter(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _halves(marks: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Before and behind the object's centre along one axis, as ones and zeros: [batch, 2, length]."""
+    """Before and after the object's centre along one axis, as ones and zeros: [batch, 2, length]."""
     places = torch.arange(marks.shape[1], device=marks.device, dtype=marks.dtype)
-    behind = (places > torch.round((marks * places).sum(dim=1) / count)[:, None]).to(marks.dtype)
-    return torch.stack([1 - behind, behind], dim=1)
+    after = (places > torch.round((marks * places).sum(dim=1) / count)[:, None]).to(marks.dtype)
+    return torch.stack([1 - after, after], dim=1)

@@ -1,4 +1,4 @@
-"""The files of a folder as training and validation data, looked at before anything is built on them."""
+"""The HDF5 files of a folder as training and validation data, checked before training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FileShare:
 
 @dataclass(frozen=True, slots=True)
 class Hdf5Data:
-    """What a folder holds: both parts, the width of a window's row, and how the training labels divide."""
+    """The contents of a folder: training and validation files, the number of features, and the training labels."""
 
     train: FileShare
     validation: FileShare
@@ -39,7 +39,7 @@ class Hdf5Data:
 
     @property
     def pos_weight(self) -> float:
-        """How many negatives there are for each positive."""
+        """Negatives per positive."""
         return self.negatives / self.positives
 
 
@@ -64,7 +64,7 @@ def look(folder: Path, options: Hdf5Options) -> Hdf5Data:
 
 
 def hdf5_files(folder: Path) -> list[Path]:
-    """The HDF5 files of a folder and of its folders, sorted; a file stands for itself. Raises DataError for none."""
+    """The HDF5 files below a folder, sorted, or a single file. Raises DataError for none."""
     if folder.is_file():
         return [folder]
     if not folder.is_dir():
@@ -81,7 +81,7 @@ def hdf5_files(folder: Path) -> list[Path]:
 def split(files: list[Path], folder: Path, val_share: float) -> tuple[FileShare, FileShare]:
     """Training and validation: files or folders called val… or test… are held out, else the last rows of each file.
 
-    The last rows and not random ones: neighbouring windows are nearly the same, and would tell on each other.
+    Not random rows: neighbouring windows are nearly the same, and validation would see training data.
     """
     held = [path for path in files if any(_HELD_OUT.fullmatch(name) for name in _names(path, folder))]
     rest = [path for path in files if path not in held]
@@ -97,12 +97,12 @@ def _names(path: Path, folder: Path) -> tuple[str, ...]:
 
 
 def _feature_count(source: Hdf5Table, keys: list[str], options: Hdf5Options) -> int:
-    """Features of one time step over all keys. Raises DataError for arrays that are no windows."""
+    """Features of one time step over all keys. Raises DataError for arrays that are not windows."""
     file = source.files[0]
     label = source.columns[-1]
     if label.shape not in ((), (1,)):
         what = f"{file}: {label.key!r} has rows of shape {label.shape}, not one label a row"
-        raise DataError(what, "Store the one that is to be told apart under a key of its own, and name it with labels.")
+        raise DataError(what, "Store one label per row under a key of its own, and name it with labels.")
     wanted = 1 if options.window else 2
     for column in source.columns[:-1]:
         if column.dtype.is_complex:

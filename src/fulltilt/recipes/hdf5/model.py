@@ -1,4 +1,4 @@
-"""A compact network for windows of features, its loss, and how well its scores tell two classes apart."""
+"""A compact network for windows of features, its loss and its metrics."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from torch.nn import functional
 
 
 class WindowNet(nn.Module):
-    """Windows [batch, time, features] to one logit each. ``width`` is the number of channels inside.
-
-    Convolutions look at short stretches, attention at the whole window.
-    """
+    """Windows [batch, time, features] to one logit each: convolutions of ``width`` channels, then attention."""
 
     def __init__(self, features: int, width: int = 64, heads: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
-        # Statistics of the data, not learnt: recordings differ in gain and offset by orders of magnitude.
+        # Recordings differ in gain and offset by orders of magnitude.
         self.normalise = nn.BatchNorm1d(features, affine=False)
         self.look = nn.Sequential(
             _convolution(features, width, 7, stride=1),
@@ -42,7 +39,7 @@ class WindowNet(nn.Module):
 class Attention(nn.Module):
     """Self-attention with one projection for queries, keys and values.
 
-    torch.nn.MultiheadAttention is the same and makes a step of this network 4 % longer (H200, bf16, batch 8192).
+    With torch.nn.MultiheadAttention a step of this network takes 4 % longer (H200, bf16, batch 8192).
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -72,10 +69,10 @@ Imbalance = Literal["pos_weight", "focal", "none"]
 def binary_loss(
     logits: torch.Tensor, labels: torch.Tensor, imbalance: Imbalance, pos_weight: float, gamma: float
 ) -> torch.Tensor:
-    """The mean loss. ``focal`` turns to what is still wrong (exponent ``gamma``), ``pos_weight`` to the rare class."""
+    """Binary cross-entropy with ``pos_weight``, or the focal loss with ``gamma``, or plain."""
     truth = labels.float()
     if imbalance == "pos_weight":
-        weight = logits.new_full((), pos_weight)  # filled on the device: a tensor from here would be copied over
+        weight = logits.new_full((), pos_weight)  # filled on the device, without a copy
         return functional.binary_cross_entropy_with_logits(logits, truth, pos_weight=weight)
     loss = functional.binary_cross_entropy_with_logits(logits, truth, reduction="none")
     if imbalance == "focal":
@@ -87,16 +84,13 @@ def binary_loss(
 
 
 def summary(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """AUROC, average precision, the best F1 and the probability to cut at for it.
-
-    Nothing of a set that lacks a class or has a score that is not finite: none of them would mean anything.
-    """
+    """AUROC, average precision, the best F1 and its threshold; nothing without both classes or finite scores."""
     scores, order = torch.sort(logits.double(), descending=True, stable=True)
     truth = labels.double()[order]
     hits, alarms = truth.cumsum(0), (1 - truth).cumsum(0)
     if not len(truth) or not float(hits[-1]) or not float(alarms[-1]) or not bool(torch.isfinite(logits).all()):
         return {}
-    # Samples of one score are taken or left together: only the last of them is a threshold.
+    # Only the last of equal scores is a threshold.
     last = torch.ones_like(truth, dtype=torch.bool)
     last[:-1] = scores.diff() != 0
     scores, hits, alarms = scores[last], hits[last], alarms[last]

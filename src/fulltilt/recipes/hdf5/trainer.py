@@ -1,4 +1,4 @@
-"""From a folder of HDF5 files to a trained network: reader, network, loss and metrics put together for the engine."""
+"""The hdf5 recipe as a Job: loaders, network, loss and metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fulltilt.train.random_states import seed_everything
 
 
 def check(request: Request) -> None:
-    """Look at the files and every label. Raises UsageError, DataError."""
+    """Check the files and every label. Raises UsageError, DataError."""
     look(request.data, request.options)
 
 
@@ -46,11 +46,11 @@ def run(request: Request) -> Mapping[str, float]:
 
 
 def build(request: Request, found: Hdf5Data, data: Hdf5Loader, eval_data: Hdf5Loader) -> Job:
-    """The engine's job."""
+    """The Job of a request."""
     options: Hdf5Options = request.options
-    seed_everything(request.settings.seed)  # the weights are drawn here, before the engine seeds itself
+    seed_everything(request.settings.seed)  # the weights are made before the engine seeds
     model = WindowNet(found.feature_count, options.width, options.heads, options.dropout)
-    # A weight on the positives moves every logit by its logarithm; taken off again, the threshold is a probability.
+    # pos_weight shifts every logit by its logarithm; without it, the threshold is a probability.
     shift = math.log(found.pos_weight) if options.imbalance == "pos_weight" else 0.0
 
     def measured(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ def build(request: Request, found: Hdf5Data, data: Hdf5Loader, eval_data: Hdf5Lo
 
 
 def reader(request: Request, part: FileShare, *, training: bool) -> Hdf5Loader:
-    """The reader of one part: large blocks, kept on the device where they fit, cut into batches there."""
+    """The loader of training or validation files."""
     options: Hdf5Options = request.options
     settings, info = request.settings, rank_from_env()
     keys = keys_of(options)
@@ -97,7 +97,7 @@ def reader(request: Request, part: FileShare, *, training: bool) -> Hdf5Loader:
 
 
 def _staged(request: Request, screen: TrainingScreen, cleanup: contextlib.ExitStack) -> Path:
-    """The folder to read: the data's own, or a copy below ``stage_dir`` if that pays."""
+    """The folder to read: the data's own, or a copy in ``stage_dir`` if that pays."""
     options: Hdf5Options = request.options
     if options.stage_dir is None or not request.data.is_dir():
         return request.data
@@ -118,7 +118,7 @@ def _described(found: Hdf5Data, data: Hdf5Loader) -> str:
 
 
 def _logits(net: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The network's logits and the labels, one for each window; several keys are joined along their features."""
+    """The network's logits and the labels; several keys are concatenated along their features."""
     *features, labels = batch
     parts = [part.float() for part in features]
     return net(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)), labels.reshape(len(labels))

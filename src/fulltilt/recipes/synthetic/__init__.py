@@ -1,7 +1,7 @@
-"""Synthetic data in the real formats: hard enough to show learning, the same for the same seed, on any machine.
+"""Synthetic data in the recipes' formats: learnable but not easy, and the same for the same seed on any machine.
 
-Each kind is a module here with ``make(folder, size, seed)``, which writes the data set into an empty folder and yields
-once for each sample. A folder is complete or not to be used, and never somebody else's.
+Each kind is a module with ``make(folder, size, seed)``, which writes the data set into an empty folder and yields once
+for each sample.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fulltilt.recipes.run_folder import remove_private
 from fulltilt.store.owned_folder import OwnedFolder
 from fulltilt.train.config import did_you_mean
 
-# Kind → what one of its samples is called.
+# Kind → the name of a sample.
 KINDS = {"cod": "image", "cars": "image", "text": "text", "hdf5": "window"}
-# What the folder holds. Written last: a folder without it is not complete.
+# Describes the data. Written last: a folder without it is not complete.
 DESCRIPTION = "synthetic.json"
-# Samples in a piece: handing one out costs nothing beside it, and the progress bar moves.
+# Samples per piece of work: many enough to amortise its cost, few enough for the progress bar.
 PIECE = 50
 _REMEDIES = {
     errno.ENOSPC: "Make room there, or give another folder.",
@@ -39,9 +39,9 @@ _REMEDIES = {
 
 
 def make_folder(kind: str, folder: Path, size: int, seed: int) -> bool:
-    """Fill ``folder`` with synthetic data; False when exactly this was in it already. Raises UsageError, MachineError.
+    """Fill ``folder`` with synthetic data; False when it holds this data already. Raises UsageError, MachineError.
 
-    A folder that holds anything else is refused. Of several ranks that ask for the same folder, one fills it.
+    A folder with anything else is refused. Of several ranks, one fills it.
     """
     if kind not in KINDS:
         what = f"there is no synthetic data {kind!r}{did_you_mean(kind, KINDS)}"
@@ -75,7 +75,7 @@ def _holds(folder: Path, wanted: dict[str, Any]) -> bool:
 
 
 def _fill(owned: OwnedFolder, kind: str, size: int, seed: int) -> None:
-    """Make the data in a private folder inside, then move it to its place."""
+    """Make the data in a private folder, then move it to its place."""
     remove_private(owned, ".*.tmp")  # of one that was killed
     for name in owned.entries():
         owned.remove(name)
@@ -92,7 +92,7 @@ def _fill(owned: OwnedFolder, kind: str, size: int, seed: int) -> None:
 
 
 def spread(write: Callable[[range], None], size: int) -> Iterator[int]:
-    """Call ``write`` with every piece of ``range(size)`` in some process; yields the samples that are done."""
+    """Call ``write`` with the pieces of ``range(size)`` in processes; yields the samples that are done."""
     pieces = [range(first, min(first + PIECE, size)) for first in range(0, size, PIECE)]
     processes = max(min(int(cpu_capacity().usable), len(pieces)), 1)
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), initializer=_end_with_the_parent)
@@ -100,11 +100,11 @@ def spread(write: Callable[[range], None], size: int) -> Iterator[int]:
         for piece, _ in zip(pieces, pool.map(write, pieces), strict=True):
             yield from piece
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C or a full disk, what is begun is waited for and nothing else
+        pool.shutdown(cancel_futures=True)  # after an error only running pieces are waited for
 
 
 def _end_with_the_parent() -> None:
-    """Leave Ctrl-C to the parent, and do not outlive it: a killed one cannot tell."""
+    """Leave Ctrl-C to the parent, and end when it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,4 +1,4 @@
-"""Labelled texts from CSV, JSON lines or Parquet, checked line by line, and their tokens as training data."""
+"""Labelled texts from CSV, JSON lines or Parquet, checked line by line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Texts and the numbers of their classes."""
+    """Texts and their class indices."""
 
     texts: list[str]
     labels: list[int]
@@ -30,14 +30,14 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Both splits and the names of the classes, by number."""
+    """Both splits, and the names of the classes by index."""
 
     train: Split
     validation: Split
     classes: tuple[str, ...]
 
     def balanced_weights(self) -> list[float]:
-        """A weight for each class so that all of them count alike, 1 on average over the samples."""
+        """A weight per class so that all count the same, with a mean of 1 over the samples."""
         counts = Counter(self.train.labels)
         share = len(self.train.labels) / len(counts)
         return [share / counts[number] if counts[number] else 0.0 for number in range(len(self.classes))]
@@ -47,7 +47,7 @@ _Row = tuple[str, str, str]  # where it stands, text, label
 
 
 def check(request: Request) -> None:
-    """Look at every line. Raises UsageError, DataError."""
+    """Check every line. Raises UsageError, DataError."""
     read_texts(request.data, request.options, request.settings.seed)
 
 
@@ -87,7 +87,7 @@ def _file(folder: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def _held_out(rows: list[_Row], share: float, seed: int) -> tuple[list[_Row], list[_Row]]:
-    """Random rows, but never the last text of a class, which is needed to learn it."""
+    """Random rows, but never the last text of a class."""
     order = random.Random(seed).sample(range(len(rows)), len(rows))
     left = Counter(label for _, _, label in rows)
     held: set[int] = set()
@@ -139,7 +139,7 @@ def _rows(path: Path, options: VisobertOptions) -> Iterator[_Row]:
                     raise DataError(f"{where}: {name} is {str(row[name])[:60]}, not one value")
                 if _is_missing(row[name]) or (what == "label" and row[name] == "nan"):
                     raise DataError(f"{where}: there is no {what}", "Fill it in, or remove the line.")
-            # JSON may hold half an emoji, which no tokenizer takes.
+            # JSON may hold half of a surrogate pair, which no tokenizer takes.
             text, label = (str(row[name]).encode(errors="replace").decode() for name in wanted)
             yield where, text, label.strip()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Config files of Hugging Face's Trainer as they are: its keys in ours, and those that have no effect here."""
+"""Translates the keys of Hugging Face's TrainingArguments to ours."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _VALUES: dict[str, dict[Any, Any]] = {
     "max_grad_norm": {0: None},
 }
 _PER_DEVICE = ("per_device_train_batch_size", "per_device_eval_batch_size")
-# Every training here logs, evaluates after each epoch, saves then, and pins what workers load; lengths are bucketed.
+# Without effect: every training logs, evaluates and saves after each epoch, pins memory, and groups by length.
 _DONE_ANYWAY = {
     "dataloader_persistent_workers",
     "dataloader_pin_memory",
@@ -63,7 +63,7 @@ _DONE_ANYWAY = {
 
 
 def translate(given: Mapping[str, Any]) -> Translated:
-    """The recipe's keys for a config that may use Hugging Face's."""
+    """The recipe's keys of a config that may use Hugging Face's."""
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     problems: list[str] = []

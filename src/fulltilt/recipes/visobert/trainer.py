@@ -1,4 +1,4 @@
-"""From labelled texts to a fine-tuned model: tokenizer, model, loss and metrics put together for the engine."""
+"""The visobert recipe as a Job: tokenizer, model, loss and metrics."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fulltilt.train.distributed import device_of, rank_from_env
 from fulltilt.train.job import Job
 
 GIVE = "Give the folder of a model, or its name on the hub if this machine can reach it."
-# Widths of batches are rounded up to it, in training and in evaluation.
+# Batches are padded to a multiple of it.
 WIDTH_MULTIPLE = 8
 _HEAD_WIDTH = 32
 
 
 def check_options(request: Request) -> None:
-    """Look at the model's name. Raises UsageError."""
+    """Check the model's name. Raises UsageError."""
     options: VisobertOptions = request.options
     if options.model is not None:
         pretrained.refuse_unavailable(options.model, GIVE)
@@ -37,11 +37,11 @@ def check_options(request: Request) -> None:
 
 
 def run(request: Request) -> Mapping[str, float]:
-    """Train and return the last metrics; the model of the end lies in ``OUT/model``. Raises FulltiltErrors."""
+    """Train and return the last metrics; the model is saved in ``OUT/model``. Raises FulltiltErrors."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     request = on_this_machine(request)
-    refuse_foreign(request.out / "model")  # better now than after the training
+    refuse_foreign(request.out / "model")  # before the training
     texts = read_texts(request.data, request.options, request.settings.seed)
     job, tokenizer = build(request, texts)
     metrics = request.train(job)
@@ -51,7 +51,7 @@ def run(request: Request) -> Mapping[str, float]:
 
 
 def on_this_machine(request: Request) -> Request:
-    """The request with the warm-up in epochs or steps, and without what only a GPU has."""
+    """The request with the warm-up in epochs or steps, and on a CPU without fp16 and 8-bit AdamW."""
     options: VisobertOptions = request.options
     settings = request.settings
     if options.warmup_ratio and settings.max_steps is not None:
@@ -69,11 +69,11 @@ def on_this_machine(request: Request) -> Request:
 
 
 def build(request: Request, texts: Texts) -> tuple[Job, Any]:
-    """The engine's job, and the tokenizer."""
+    """The Job of a request, and the tokenizer."""
     options: VisobertOptions = request.options
     settings = request.settings
     tokenizer = load_tokenizer(request, texts)
-    torch.manual_seed(settings.seed)  # the weights are drawn here, before the engine seeds
+    torch.manual_seed(settings.seed)  # the weights are made before the engine seeds
     model = load_model(options, tokenizer, texts.classes)
     weights = torch.tensor(texts.balanced_weights()) if options.class_weights == "balanced" else None
     loss = ClassLoss(weights, options.label_smoothing_factor)
@@ -100,11 +100,11 @@ def build(request: Request, texts: Texts) -> tuple[Job, Any]:
 
 
 def _data(request: Request, split: Split, tokens: Tokens, pad_id: int, *, training: bool) -> Any:
-    """Batches of like lengths out of tokens on the device."""
+    """The loader of one split."""
     settings, info = request.settings, rank_from_env()
     labels, size = split.labels, settings.batch_size
     budget = request.options.tokens_per_batch if training else None
-    if not training:  # by length, each rank its own part: every text counts once
+    if not training:  # by length, divided among the ranks: every text counts once
         size = settings.eval_batch_size or size
         mine = tokens.lengths.argsort(stable=True)[info.rank :: info.world_size].tolist()
         each = tokens.flat.tensor_split(tokens.offsets[1:-1])
@@ -126,7 +126,7 @@ def _data(request: Request, split: Split, tokens: Tokens, pad_id: int, *, traini
 
 
 def keep_model(request: Request, model: Any, tokenizer: Any) -> None:
-    """Leave the last or the best weights with their tokenizer in ``OUT/model``, complete or not at all."""
+    """Save the last or the best weights with their tokenizer in ``OUT/model``."""
     final, root = request.out / "model", request.out / "checkpoints"
     saved = [checkpoint.verify(folder) for folder in checkpoint.folders(root)]
     sign = 1 if request.settings.monitor_mode == "max" else -1
@@ -148,22 +148,22 @@ def _say(line: str) -> None:
 
 
 def load_tokenizer(request: Request, texts: Texts) -> Any:
-    """The tokenizer of the model, or one that is trained on the texts."""
+    """The tokenizer of the model, or a new one trained on the texts."""
     options: VisobertOptions = request.options
     if options.model is not None:
         return pretrained.load("tokenizer", options.model, transformers.AutoTokenizer.from_pretrained, GIVE)
-    # XLM-R's own special tokens, in its own order: their numbers are fixed in its configuration.
+    # XLM-R's special tokens, whose ids are fixed in its configuration.
     special = {"start": "<s>", "pad": "<pad>", "end": "</s>"}
     return pretrained.own_tokenizer(request, texts.train.texts, size=options.vocab_size, **special)
 
 
 def load_model(options: VisobertOptions, tokenizer: Any, classes: tuple[str, ...]) -> Any:
-    """A model that gives a logit for each class. Raises UsageError for one that cannot be had."""
+    """A model with a logit per class. Raises UsageError for one that cannot be loaded."""
     names = dict(enumerate(classes))
     labels: dict[str, Any] = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
     if options.model is not None:
         make = transformers.AutoModelForSequenceClassification.from_pretrained
-        # A head for other classes is replaced: that is what fine-tuning is for.
+        # A head for other classes is replaced.
         how = {"num_labels": len(classes), "ignore_mismatched_sizes": True, **labels}
         return pretrained.load("model", options.model, make, GIVE, **how).float()
     config = transformers.XLMRobertaConfig(
@@ -172,7 +172,7 @@ def load_model(options: VisobertOptions, tokenizer: Any, classes: tuple[str, ...
         num_hidden_layers=options.num_hidden_layers,
         num_attention_heads=options.hidden_size // _HEAD_WIDTH,
         intermediate_size=4 * options.hidden_size,
-        max_position_embeddings=options.max_length + 2,  # XLM-R's positions begin behind the padding's number
+        max_position_embeddings=options.max_length + 2,  # XLM-R's positions begin after the padding id
         num_labels=len(classes),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
@@ -184,26 +184,25 @@ def load_model(options: VisobertOptions, tokenizer: Any, classes: tuple[str, ...
 
 
 def whole_mask(mask: torch.Tensor) -> torch.Tensor:
-    """[batch, width] of 0 and 1 as [batch, 1, width, width] of false and true, without taking more memory.
+    """A mask [batch, width] of 0 and 1 as a boolean view [batch, 1, width, width].
 
-    Given the former, transformers asks the device in every forward whether anything is padded at all
-    (``padding_mask.all()``), and the host waits for the answer. The latter is taken as it is.
+    For the former transformers calls ``padding_mask.all()`` in every forward, and the host waits for the GPU.
     """
     return mask.bool()[:, None, None, :].expand(-1, -1, mask.shape[1], -1)
 
 
 def takes_whole_masks(model: Any, pad_id: int) -> bool:
-    """Whether a model says the same of a padded text under either mask; tried out, since each has its own code."""
+    """Whether a model gives the same logits under either mask; tried out, since models differ."""
     ids = torch.arange(16).view(2, 8) % model.config.vocab_size
     ids = torch.where(ids == pad_id, (pad_id + 1) % model.config.vocab_size, ids)
     mask = torch.ones_like(ids)
     ids[1, 5:], mask[1, 5:] = pad_id, 0
-    model.eval()  # the engine switches it back
+    model.eval()  # undone by the engine
     try:
         with torch.no_grad():
             plain, other = (model(input_ids=ids, attention_mask=given).logits for given in (mask, whole_mask(mask)))
         return bool(torch.allclose(plain, other, rtol=1e-3, atol=1e-4))
-    except Exception:  # whatever a model says to a mask that it does not know
+    except Exception:  # the model does not take such a mask
         return False
 
 
