@@ -313,7 +313,7 @@ def test_rows_that_hold_no_value_are_told(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["nothing"] = np.zeros((5, 2)), np.zeros((5, 3, 0))
     for keys in (["nothing"], ["x", "nothing"]):
-        with pytest.raises(DataError, match=r"a\.h5: 'nothing' holds no value in its rows: its shape is "):
+        with pytest.raises(DataError, match=r"a\.h5: the rows of 'nothing' are empty: its shape is "):
             feed.hdf5(tmp_path / "a.h5", keys, 2)
 
 
@@ -323,7 +323,7 @@ def test_mistakes_are_told(files, tmp_path):
     with pytest.raises(UsageError, match="does not exist"):
         feed.hdf5(tmp_path / "none.h5", ["x"], 4)
     os.mkfifo(tmp_path / "pipe.h5")
-    with pytest.raises(UsageError, match="is no plain file"):
+    with pytest.raises(UsageError, match="is not a regular file"):
         feed.hdf5(tmp_path / "pipe.h5", ["x"], 4)
     with pytest.raises(DataError, match="no sample in"):
         feed.hdf5(files, ["x"], 4, window=1000)

@@ -80,7 +80,7 @@ def test_more_than_any_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_key_that_is_no_name(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("epochs: 1\n1: 2\n")
-    with pytest.raises(UsageError, match=r"run\.yaml: 1 is no name of a setting"):
+    with pytest.raises(UsageError, match=r"run\.yaml: 1 is not the name of a setting"):
         config.read(tmp_path / "run.yaml")
 
 

@@ -164,7 +164,7 @@ def loss(model: Any, batch: Any) -> torch.Tensor:
         ({"model": None}, {}, "should be a torch.nn.Module"),
         ({"model": torch.nn.ReLU()}, {}, "no parameter that is trained"),
         ({"stages": (Stage("none", 1, frozen=("*",)),)}, {}, "no parameter that is trained"),
-        ({"optimizer": lambda m, s, d: None}, {}, "which is no optimizer"),
+        ({"optimizer": lambda m, s, d: None}, {}, "not an optimizer"),
         ({"data": Samples()}, {}, "does not say whether it gives samples or batches"),
         ({"data": (x for x in [(torch.zeros(2, 6), torch.ones(2))])}, {"max_steps": 9, "epochs": 9}, "in epoch 2"),
         ({"eval_data": []}, {}, "eval_data is empty"),

@@ -110,7 +110,7 @@ def length_of(dataset: Any) -> int:
     try:
         samples = len(dataset)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"the length of {type(dataset).__name__} is not to be had: {error}") from error
+        raise UsageError(f"the length of {type(dataset).__name__} cannot be read: {error}") from error
     if samples == 0:
         raise DataError(f"the data set {type(dataset).__name__} is empty", "Check its path and its filters.")
     return samples

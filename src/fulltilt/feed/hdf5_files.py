@@ -139,7 +139,7 @@ def describe(
         if not Path(name).exists():
             raise UsageError(f"the HDF5 file {name} does not exist")
         if not Path(name).is_file():  # h5py would hang on a pipe
-            raise UsageError(f"the HDF5 file {name} is no plain file")
+            raise UsageError(f"the HDF5 file {name} is not a regular file")
         try:
             with h5py.File(name, "r") as file:
                 here = [_column(file, name, key) for key in keys]
@@ -236,7 +236,7 @@ def _column(file: Any, name: str, key: str) -> Column:
         ) from error
     shape = tuple(int(size) for size in data.shape[1:])
     if 0 in shape:
-        raise DataError(f"{name}: {key!r} holds no value in its rows: its shape is {data.shape}", "Give another key.")
+        raise DataError(f"{name}: the rows of {key!r} are empty: its shape is {data.shape}", "Give another key.")
     row_bytes = math.prod(shape) * int(data.dtype.itemsize)
     return Column(key, shape, dtype, row_bytes, int(data.chunks[0]) if data.chunks else 1)
 

@@ -45,7 +45,7 @@ def staging_pays(source: StorageReading, epochs: int, free_bytes: int | None) ->
     if source.kind in ("network", "hdd"):
         return True, f"the data is on {source.kind} and is read {epochs} times"
     if source.fits_in_ram:
-        return False, f"the page cache keeps {in_words(source.total_bytes)} after the first epoch by itself"
+        return False, f"the page cache keeps {in_words(source.total_bytes)} after the first epoch anyway"
     cold, warm = source.small_cold_files_per_s, source.small_warm_files_per_s
     if cold is None or warm is None:
         return False, "reads without the page cache could not be measured; when='always' copies anyway"

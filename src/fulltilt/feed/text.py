@@ -38,7 +38,7 @@ class Tokens:
                 ids.extend(sequence[:max_length])
             except (TypeError, OverflowError) as error:
                 raise DataError(
-                    f"a text has to be a list of token ids, and text {number} is none: {error}",
+                    f"a text has to be a list of token ids, but text {number} is not: {error}",
                     "Make them with feed.tokenise(texts, tokenizer).",
                 ) from error
             offsets.append(len(ids))

@@ -57,7 +57,7 @@ def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto") -> Choic
     if asked != "auto":
         if (free := room.get(asked)) is None:
             raise UsageError(
-                f"the data set cannot live in {asked}: there is no such memory here", "Use residency='auto'."
+                f"the data set cannot be kept in {asked}: there is no such memory here", "Use residency='auto'."
             )
         if need_bytes > free:
             raise DoesNotFit(

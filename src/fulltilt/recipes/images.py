@@ -29,7 +29,7 @@ def opened(path: Path) -> Iterator[Image.Image]:
         if isinstance(error, FileNotFoundError):
             what = f"{path} is not there"
         elif isinstance(error, UnidentifiedImageError):
-            what = f"cannot read {path}: it is no picture that Pillow knows"
+            what = f"cannot read {path}: it is not an image that Pillow can read"
         raise DataError(what, "Repair the picture or take it out of the data.") from error
 
 

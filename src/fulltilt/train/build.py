@@ -94,7 +94,9 @@ def _optimizer(state: TrainState) -> torch.optim.Optimizer:
     make = state.job.optimizer or optimizers.build
     made = make(state.model, state.settings, state.device)
     if not isinstance(made, torch.optim.Optimizer):
-        raise UsageError(f"optimizer(model, settings, device) returned {type(made).__name__}, which is no optimizer")
+        raise UsageError(
+            f"optimizer(model, settings, device) returned {type(made).__name__}, which is not an optimizer"
+        )
     for group in made.param_groups:  # the schedule scales all of them together
         group.setdefault("lr_factor", float(group["lr"]) / state.settings.lr)
     return made

@@ -204,7 +204,7 @@ def _complete(partial: Path, snapshot: Snapshot, sums: dict[str, FileSum]) -> Ch
 def _owner(root: Path) -> store.OwnedFolder:
     folder = store.OwnedFolder.around(root)
     if folder is None:
-        raise ForeignFiles(f"{root.parent} is no output folder of a training", "Choose a new folder with --out.")
+        raise ForeignFiles(f"{root.parent} is not the output folder of a training", "Choose a new folder with --out.")
     return folder
 
 

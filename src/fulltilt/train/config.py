@@ -164,7 +164,7 @@ def read(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} should hold names and values, not {type(content).__name__}")
     for key in content:
         if not isinstance(key, str):
-            raise UsageError(f"{path}: {_short(key)} is no name of a setting")
+            raise UsageError(f"{path}: {_short(key)} is not the name of a setting")
     return content
 
 

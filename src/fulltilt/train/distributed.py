@@ -104,7 +104,7 @@ class Group:
             except (RuntimeError, ValueError) as error:
                 remedy = "Start the job with torchrun; MASTER_ADDR and MASTER_PORT must be reachable from every rank."
                 raise MachineError(
-                    f"the {info.world_size} ranks cannot meet: {str(error).splitlines()[0]}", remedy
+                    f"the {info.world_size} ranks cannot connect: {str(error).splitlines()[0]}", remedy
                 ) from error
             self._began = True
 

@@ -89,7 +89,7 @@ class Loop:
         state, progress = self.state, self.state.progress
         state.screen.begin(state.settings, state.stepper.precision.name, state.epochs, state.gpu_names())
         if not self.steps_left:
-            state.screen.say(f"Nothing is left to train: step {progress.step} is done already; --fresh begins anew")
+            state.screen.say(f"Nothing is left to train: step {progress.step} is done already; --fresh starts again")
         try:
             while self.steps_left:
                 self._epoch()

@@ -190,8 +190,8 @@ class Stepper:
             if "Expected more than 1 value per channel" not in str(error):
                 raise
             raise UsageError(
-                "BatchNorm cannot train on one value a channel: a batch, such as an epoch's last, has a single sample",
-                "Set drop_last: true in the config, or change batch_size; larger pictures have more values, too.",
+                "BatchNorm cannot train on one value per channel: a batch, perhaps the last, has a single sample",
+                "Set drop_last: true in the config, or change batch_size; larger images have more values, too.",
             ) from error
         if loss is None:
             loss = torch.zeros((), device=device)

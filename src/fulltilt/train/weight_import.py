@@ -112,7 +112,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     if path.is_dir():
         there = [path / name for name in _FOLDER_FILES if (path / name).is_file()]
         if not there:
-            raise DataError(f"{path} is no checkpoint folder and has no {' or '.join(_FOLDER_FILES)}", _WHAT_TO_GIVE)
+            raise DataError(f"{path} is not a checkpoint folder and has no {' or '.join(_FOLDER_FILES)}", _WHAT_TO_GIVE)
         path = there[0]
     return _weights_in(_content(path), path)
 

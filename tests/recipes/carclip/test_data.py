@@ -146,7 +146,7 @@ def test_what_is_wrong_is_told_before_training(garage: Path, tmp_path: Path) -> 
     alike = table_of(tmp_path / "alike.csv", same)
     cases.append((DataError, request(alike), "said to show the same car (a car)"))
     (tmp_path / "empty").mkdir()
-    cases.append((DataError, request(tmp_path / "empty"), "holds no pictures"))
+    cases.append((DataError, request(tmp_path / "empty"), "holds no images"))
     for kind, asked, told in cases:
         with pytest.raises(kind) as caught:
             checked(asked)

@@ -306,7 +306,7 @@ def test_masks_are_found_whatever_their_suffix_and_a_systems_own_files_are_passe
     assert all(pair.mask.is_file() for pair in found)
     for path in (spoilt / "Test" / "Image").iterdir():
         path.unlink()
-    with pytest.raises(DataError, match="holds no picture"):
+    with pytest.raises(DataError, match="holds no image"):
         pairs(spoilt, "Test")
 
 

@@ -100,7 +100,7 @@ def test_mistakes_are_told_with_file_key_and_row(tmp_path: Path) -> None:
     for empty in ((0, 3), (8, 0)):
         write(file, shape=empty)
         shape = str((40, *empty))
-        assert f"'features' holds no value in its rows: its shape is {shape}" in told(DataError)
+        assert f"the rows of 'features' are empty: its shape is {shape}" in told(DataError)
     write(file)
     other = write(tmp_path / "val.h5", shape=(8, 4))
     assert f"{other}: 'features' has rows of [8, 4], but [8, 3] in {file}" in told(DataError)

@@ -75,7 +75,7 @@ class Pipeline:
         for transform in self.transforms:
             if not hasattr(transform, "matrix") and not hasattr(transform, "apply"):
                 raise UsageError(
-                    f"{type(transform).__name__} is no transform of fulltilt.feed.augment",
+                    f"{type(transform).__name__} is not a transform of fulltilt.feed.augment",
                     "Give a function of the batch as augment=, or leave it in the data set.",
                 )
         # Geometric transforms in a row are one resampling.

@@ -76,7 +76,7 @@ def _from_folders(root: Path) -> list[Picture]:
         found.append(Picture(path, None, tuple(name.replace("_", " ") for name in names[-3:]), split))
     if not found:
         raise DataError(
-            f"{root} holds no pictures ({', '.join(SUFFIXES)})",
+            f"{root} holds no images ({', '.join(SUFFIXES)})",
             f"Sort them as make/model/year/picture.jpg, or put a {CAPTIONS} of image and caption there.",
         )
     return found

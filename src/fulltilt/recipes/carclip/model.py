@@ -109,7 +109,9 @@ def random_weights(size: str, tokenizer: Any, image_size: int | None, temperatur
     else:
         vision, text, width = {"image_size": image_size or 224}, {}, 512
     if vision["image_size"] % vision.get("patch_size", 32):
-        raise UsageError(f"image_size {image_size} is no multiple of {vision.get('patch_size', 32)}, the model's patch")
+        raise UsageError(
+            f"image_size {image_size} is not a multiple of {vision.get('patch_size', 32)}, the model's patch"
+        )
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     config = CLIPConfig(
         text_config={**text, "vocab_size": len(tokenizer), "projection_dim": width, **ids},

@@ -40,10 +40,10 @@ def pairs(root: Path, part: str, *, noncam: bool = False) -> list[Pair]:
             )
     present = _pictures_in(images)
     if not present:
-        raise DataError(f"{images} holds no picture", f"Their names end in {', '.join(SUFFIXES)}.")
+        raise DataError(f"{images} holds no image", f"Their names end in {', '.join(SUFFIXES)}.")
     shown = [path for path in present if noncam or "-NonCAM-" not in path.name]
     if not shown:
-        raise DataError(f"{images} holds no camouflaged picture", "Use --include-noncam, or another folder.")
+        raise DataError(f"{images} holds no camouflaged image", "Use --include-noncam, or another folder.")
     named = {path.stem: path for path in _pictures_in(masks)}
     return [Pair(path, named.get(path.stem, masks / f"{path.stem}.png")) for path in shown]
 

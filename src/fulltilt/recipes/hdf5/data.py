@@ -72,7 +72,7 @@ def hdf5_files(folder: Path) -> list[Path]:
     found = (path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES and not path.is_dir())
     files = sorted(path for path in found if path.name[0] != ".")  # those are a system's own
     if odd := next((path for path in files if path.exists() and not path.is_file()), None):
-        raise DataError(f"{odd} is no plain file", "Take it out of the folder.")
+        raise DataError(f"{odd} is not a regular file", "Take it out of the folder.")
     if not files:
         raise DataError(f"{folder} holds no HDF5 file", f"Their names end in {', '.join(sorted(_SUFFIXES))}.")
     return files
