@@ -93,9 +93,8 @@ def test_what_belongs_to_the_whole_batch_stays_whole() -> None:
     assert second["table"].shape == (3, 2)
 
 
-def test_samples_that_differ_in_shape_are_counted_and_split() -> None:
+def test_samples_that_differ_in_shape_are_split() -> None:
     batch = (tuple(torch.zeros(3, 5 + n) for n in range(4)), tuple({"boxes": torch.zeros(n, 4)} for n in range(4)))
-    assert samples_in_batch(batch, batch_size=4) == 4
     second = list(split_batch(batch, 4, 3))[1][0]
     assert [image.shape[1] for image in second[0]] == [8]
     assert [len(target["boxes"]) for target in second[1]] == [3]

@@ -31,9 +31,9 @@ from fulltilt.train.sampler import EpochPlan, RankBatches
 from fulltilt.train.stop import listen_in_worker
 
 
-def samples_in_batch(batch: Any, batch_size: int | None = None) -> int:
-    """The number of samples, counted as in recorded runs; ``batch_size``: of a full batch. Raises UsageError."""
-    found = count_samples(batch, batch_size, batched=True)
+def samples_in_batch(batch: Any) -> int:
+    """The number of samples, counted as in recorded runs. Raises UsageError where the batch does not show it."""
+    found = count_samples(batch, batched=True)
     if found is None:
         raise UsageError(f"cannot tell how many samples a batch of type {type(batch).__name__} has")
     return found
@@ -282,7 +282,6 @@ class BatchSource:
 
     def __init__(self, iterable: Any, accumulation: int, world_size: int) -> None:
         self.iterable, self.accumulation, self.world_size = iterable, accumulation, world_size
-        self.batch_size = getattr(iterable, "batch_size", None)
 
     def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
         """See PlannedSource. ``consumed`` counts batches of this rank."""
@@ -296,7 +295,7 @@ class BatchSource:
             next(drawn, None)
         while True:
             batches = itertools.islice(drawn, self.accumulation)
-            taken = [(batch, samples_in_batch(batch, self.batch_size)) for batch in batches]
+            taken = [(batch, samples_in_batch(batch)) for batch in batches]
             samples = sum(count for _, count in taken)
             if self.world_size > 1:  # a rank without batches takes part until all are done
                 samples = sum(counts_of_all(samples))
@@ -397,16 +396,16 @@ class FeedSource(PlannedSource):
         batches = RankBatches(plan)
         self.loader.regroup(batches)
         self.loader.set_epoch(plan.epoch)
-        return batches.order, self._batches(len(batches), batches.batch_size)
+        return batches.order, self._batches(len(batches))
 
-    def _batches(self, count: int, batch_size: int) -> Iterator[Piece]:
+    def _batches(self, count: int) -> Iterator[Piece]:
         drawn = iter(self.loader)
         try:
             for number in range(count):
                 batch = next(drawn)
                 if number == count - 1:
                     next(drawn, None)  # lets the feed end its epoch
-                yield batch, samples_in_batch(batch, batch_size)
+                yield batch, samples_in_batch(batch)
         finally:
             drawn.close()  # type: ignore[attr-defined]
 
