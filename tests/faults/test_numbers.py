@@ -137,7 +137,7 @@ def test_a_spike_is_reported_and_on_request_rolled_back(tmp_path: Path) -> None:
     victim.run_here(tmp_path / "report", changes={"loss": OneBigStep()}, **settings)
     told = (tmp_path / "report.txt").read_text()
     assert "warning: step 30: the loss jumped to" in told
-    assert "went back" not in told
+    assert "rolled back" not in told
     victim.run_here(tmp_path / "rollback", changes={"loss": OneBigStep()}, **settings, on_spike="rollback")
     assert "rolled back to the weights of step-00000028" in (tmp_path / "rollback.txt").read_text()
 

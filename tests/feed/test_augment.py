@@ -288,7 +288,7 @@ def test_the_image_and_the_mask_are_found_or_named():
     assert torch.equal(found[1], mask.flip(-1))
     with pytest.raises(UsageError, match="may be the mask"):
         Pipeline([HorizontalFlip()])((batch, mask, mask), 0, 0, numbers())
-    with pytest.raises(UsageError, match="no transform"):
+    with pytest.raises(UsageError, match="not a transform"):
         Pipeline([object()])
     with feed.loader(Pixels(4), 2, num_workers=0, augment=lambda batch: batch[1] * 2) as loader:
         assert [b.tolist() for b in loader] == [[0, 2], [4, 6]]

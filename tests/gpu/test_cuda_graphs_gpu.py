@@ -106,7 +106,7 @@ def test_a_model_that_asks_for_values_trains_on() -> None:
     plain, _ = trained(False, make=Asking)
     replayed, said = trained(True, make=Asking)
     assert len(said) == 1
-    assert "cannot be recorded" in said[0]
+    assert "cannot be captured" in said[0]
     for one, other in zip(plain.state_dict().values(), replayed.state_dict().values(), strict=True):
         assert torch.equal(one, other)
     assert torch.rand(3, device="cuda").isfinite().all(), "random numbers still come"
@@ -178,7 +178,7 @@ def test_an_evaluation_is_replayed_too_and_sees_the_weights_of_now(make: Any, mo
     assert not replays
     others, said = trained(True, then_evaluate(True), make)
     assert len(replays) >= (27 if make is Net else 10)
-    assert [text for text in said if "evaluation cannot be recorded" in text] == said
+    assert [text for text in said if "evaluation cannot be captured" in text] == said
     assert len(said) == (make is AskingInEvaluation)
     for name, one in ones.state_dict().items():
         assert torch.equal(one, others.state_dict()[name]), name

@@ -109,7 +109,7 @@ def test_what_is_no_checkpoint_at_all(content: bytes, tmp_path: Path) -> None:
     ("path", "words"),
     [
         ("nothing.pth", "does not exist"),
-        (".", "is no checkpoint folder"),
+        (".", "is not a checkpoint folder"),
         ("https://x.org/a.pth", "does not exist"),
         ("pipe.pt", "pipe.pt cannot be read: .*not a regular file"),
         ("pipe.safetensors", "pipe.safetensors cannot be read: .*not a regular file"),

@@ -152,7 +152,7 @@ def test_what_is_wrong_is_told_before_training(garage: Path, tmp_path: Path) -> 
             checked(asked)
         assert told in words(caught.value)
     (garage / "Make_0" / "One" / "2000" / "broken.jpg").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"broken\.jpg: it is no picture"):
+    with pytest.raises(DataError, match=r"broken\.jpg: it is not an image"):
         check(request(garage))
     put(garage / "lost.jpg")
     with pytest.raises(DataError, match="does not lie in a folder make/model/year"):

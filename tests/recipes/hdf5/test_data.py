@@ -96,7 +96,7 @@ def test_mistakes_are_told_with_file_key_and_row(tmp_path: Path) -> None:
     write(file, features=np.zeros((40, 8, 3), "c8"))
     assert "holds complex numbers" in told(DataError)
     write(file, features=h5py.ExternalLink("gone.h5", "/features"))
-    assert "links to one that is gone" in told(DataError)
+    assert "links to a missing one" in told(DataError)
     for empty in ((0, 3), (8, 0)):
         write(file, shape=empty)
         shape = str((40, *empty))
