@@ -58,6 +58,22 @@ def count(word: str, how_many: int) -> str:
     return f"{whole(how_many)} {word}{ending}"
 
 
+def loader_settings(
+    num_workers: int | None,
+    prefetch_factor: int | None,
+    pin_memory: bool | None,
+    persistent_workers: bool | None = None,
+) -> str:
+    """Settings of a DataLoader: ``8 workers, prefetch 4, pinned, persistent``. What is None is left out."""
+    parts = (
+        "" if num_workers is None else count("worker", num_workers) if num_workers else "no workers",
+        f"prefetch {prefetch_factor}" if prefetch_factor and num_workers != 0 else "",
+        "pinned" if pin_memory else "",
+        "persistent" if persistent_workers else "",
+    )
+    return ", ".join(filter(None, parts))
+
+
 def cpus(usable: float) -> str:
     """``1 CPU``, ``16 CPUs``, ``1.5 CPUs``."""
     return "1 CPU" if usable == 1 else f"{number(usable)} CPUs"

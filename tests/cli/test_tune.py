@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from fulltilt.cli.main import main
-from fulltilt.cli.tune import named_in_full
+from fulltilt.cli.tune import with_recipe_command
 
 
 def test_a_recipe_may_be_named_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert named_in_full(["cod", "--lr", "1"]) == ["fulltilt", "train", "cod", "--lr", "1"]
-    assert named_in_full(["cod.py"]) == ["cod.py"]
+    assert with_recipe_command(["cod", "--lr", "1"]) == ["fulltilt", "train", "cod", "--lr", "1"]
+    assert with_recipe_command(["cod.py"]) == ["cod.py"]
     (tmp_path / "cod").mkdir()  # as its data may be called
-    assert named_in_full(["cod"]) == ["fulltilt", "train", "cod"]
+    assert with_recipe_command(["cod"]) == ["fulltilt", "train", "cod"]
     (tmp_path / "cod" / "__main__.py").write_text("")
     (tmp_path / "hdf5").write_text("import torch")
-    assert (named_in_full(["cod"]), named_in_full(["hdf5"])) == (["cod"], ["hdf5"])
+    assert (with_recipe_command(["cod"]), with_recipe_command(["hdf5"])) == (["cod"], ["hdf5"])
 
 
 def test_what_a_recipe_refuses_is_told_and_its_folder_has_its_name(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.testing import FakeClock, FakeNvml, shared_gpu, throttled_gpu, two_t4s
 from fulltilt.tuning.space import Attempt
-from fulltilt.tuning.trial.outcome import conclude
+from fulltilt.tuning.trial.outcome import trial_record
 from fulltilt.tuning.trial.run_trial import Ended
-from fulltilt.tuning.trial.throughput import Answer, Block
+from fulltilt.tuning.trial.throughput import Answer, StepBlock
 from tests.diagnosis.examples import rank, run_of
 
 
@@ -62,10 +62,10 @@ def test_the_measurement_is_marked_invalid_wherever_it_is_shown(trouble: str, tm
 def test_the_tuner_drops_the_trial(trouble: str) -> None:
     """Seen to fail: with `_throttled` of tuning/trial/outcome.py returning None the trial is ok."""
     machine, because = TROUBLED[trouble]
-    blocks = tuple(Block(steps=10, samples=320, seconds=1.0, wait_s=0.1) for _ in range(8))
+    blocks = tuple(StepBlock(steps=10, samples=320, seconds=1.0, wait_s=0.1) for _ in range(8))
     measured = Answer(blocks, steps=80, losses=(1.0,) * 80, complete=True)
     ended = Ended(status=0, stopped_for=None, wall_s=10.0, tail="")
-    trial = conclude(Attempt(Settings(num_workers=4), "search"), ended, measured, recorded(machine), None)
+    trial = trial_record(Attempt(Settings(num_workers=4), "search"), ended, measured, recorded(machine), None)
     assert (trial.state, trial.note) == ("throttled", because)
 
 

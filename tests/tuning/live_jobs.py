@@ -18,11 +18,11 @@ from fulltilt.store import create_folder
 from fulltilt.tuning.live import Live
 from fulltilt.tuning.live.batch_check import BatchCheck
 from fulltilt.tuning.live.controller import Capacity, Settle
-from fulltilt.tuning.live.limits import Limits
+from fulltilt.tuning.live.limits import LiveLimits
 from fulltilt.tuning.live.measurement import Knobs
 
 # One batch is enough for a judgement, so that moves come one upon the other.
-HASTY = Limits(
+HASTY = LiveLimits(
     warm_up_batches=0, least_batches=1, least_s=0.0, most_s=0.0, settle_s=0.0, batch_s=20.0, worker_growth=1.0
 )
 ROOMY = Capacity(cpus=8)
@@ -45,7 +45,7 @@ class Tuning:
     """A session with live tuning in which the moves are ``script`` and each of them is kept as ``keeps`` says."""
 
     def __init__(
-        self, folder: Path, script: Sequence[Knobs], keeps: Sequence[bool | None], limits: Limits, exact: bool
+        self, folder: Path, script: Sequence[Knobs], keeps: Sequence[bool | None], limits: LiveLimits, exact: bool
     ) -> None:
         self.script = list(script)
         self.keeps = list(keeps)
@@ -85,7 +85,7 @@ def tuning(
     folder: Path,
     script: Sequence[Knobs],
     keeps: Sequence[bool | None] = (),
-    limits: Limits = HASTY,
+    limits: LiveLimits = HASTY,
     capacity: Capacity = ROOMY,
     exact: bool = False,
     clearly: bool = False,

@@ -109,20 +109,20 @@ def live_tuning(
 
     def see(knobs: Knobs) -> Seen:
         own = pace(next(windows))
-        delivered = own * rate(knobs.workers) * math.exp(random.gauss(0, noise))
+        delivered = own * rate(knobs.num_workers) * math.exp(random.gauss(0, noise))
         return Seen(knobs, delivered, noise, max(1 - delivered * busy_s / own, 0.0), busy_s / own)
 
-    before, untold = see(Knobs(start)), 0
+    before, undecided = see(Knobs(start)), 0
     seen: tuple[Seen, ...] = (before,)
     in_force, moves = [before.knobs], list[Knobs]()
-    while not isinstance(move := decide(seen, capacity, (), untold), Settle):
-        assert 1 <= move.workers <= most_workers(capacity, move.prefetch)[0]
+    while not isinstance(move := decide(seen, capacity, (), undecided), Settle):
+        assert 1 <= move.num_workers <= most_workers(capacity, move.prefetch_factor)[0]
         trial = see(move)
         again = before if pays_clearly(before, trial) else see(before.knobs)
         paid = pays(before, trial, again)
         known = at_pace_of(again, before, trial, seen)
         again_is_allowed = paid is None and move not in moves
-        seen, untold = (known[:-1], untold + 1) if again_is_allowed else (known, untold)
+        seen, undecided = (known[:-1], undecided + 1) if again_is_allowed else (known, undecided)
         before = known[-1] if paid else again
         in_force.append(before.knobs)
         moves.append(move)

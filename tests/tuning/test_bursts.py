@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fulltilt.tuning.live.limits import DEFAULT
-from fulltilt.tuning.live.measurement import Arrival, Knobs, Window
+from fulltilt.tuning.live.measurement import Arrival, Knobs, MeasurementWindow
 from fulltilt.tuning.trial.throughput import (
-    Block,
     BlockTimer,
     Patience,
+    StepBlock,
     StepSnapshot,
     block_between,
     is_enough,
@@ -39,7 +39,7 @@ def tolerance(workers: int, made: float) -> float:
 def live_rate(workers: int, make_s: float, busy_s: float, head_start_s: float) -> tuple[float, float]:
     """What live tuning sees of a pool that had such a head start: batches a second, and the share waited."""
     now_s = [0.0]
-    window = Window(DEFAULT, clock=lambda: now_s[0])
+    window = MeasurementWindow(DEFAULT, clock=lambda: now_s[0])
     window.begin(Knobs(workers, PREFETCH), skip=workers * PREFETCH)
     for before, drawn in itertools.pairwise(draws(workers, PREFETCH, make_s, lambda _: busy_s, head_start_s)):
         now_s[0] = drawn.at_s
@@ -49,7 +49,9 @@ def live_rate(workers: int, make_s: float, busy_s: float, head_start_s: float) -
     raise AssertionError("a loader without end")
 
 
-def study_blocks(workers: int, make_s: float, busy_s: float, first_step_s: float, validates: int = 0) -> list[Block]:
+def study_blocks(
+    workers: int, make_s: float, busy_s: float, first_step_s: float, validates: int = 0
+) -> list[StepBlock]:
     """What a trial measures. Every ``validates`` steps comes a validation of three seconds."""
     pace, blocks, wait_s, interruptions = BlockTimer(Patience().block_s), [], 0.0, 0
 
@@ -113,7 +115,7 @@ def test_what_comes_between_every_few_steps_is_part_of_the_pace() -> None:
 
 
 def test_a_queue_that_grows_lets_the_training_set_the_pace() -> None:
-    blocks: Sequence[Block] = [Block(64, 1.0, from_queue=-32.0)] * 4
+    blocks: Sequence[StepBlock] = [StepBlock(64, 1.0, from_queue=-32.0)] * 4
     rate = rate_of(blocks)
     assert rate is not None
     assert rate.mean == 64.0

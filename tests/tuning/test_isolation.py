@@ -17,7 +17,7 @@ from fulltilt.figures import one_line
 from fulltilt.tuning.space import Space
 from fulltilt.tuning.study import Study
 from fulltilt.tuning.trial import isolation
-from fulltilt.tuning.trial.isolation import FORCED, Isolation, choose, descendants, kill_below, remove_scratch
+from fulltilt.tuning.trial.isolation import FORCED, Isolation, choose, descendants, kill_descendants, remove_scratch
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's own means")
 as_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="becomes another user")
@@ -187,7 +187,7 @@ def test_a_killed_trial_takes_all_its_processes_with_it(kept_apart: Isolation, t
         time.sleep(0.02)
     below = descendants(process.pid)
     assert below
-    kill_below(process.pid)
+    kill_descendants(process.pid)
     process.kill()
     process.wait()
     while any(_runs(pid) for pid in below) and time.monotonic() < deadline:
@@ -261,7 +261,7 @@ def test_scratch_folders_are_their_users_alone(
 
 
 def test_without_any_means_trials_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation, "_try_out", lambda candidate: f"no {candidate.kind}")
+    monkeypatch.setattr(isolation, "_probe", lambda candidate: f"no {candidate.kind}")
     assert choose() == (None, ["no namespace", "no landlock"])
     assert choose(in_place=True)[0] == Isolation("none")
 

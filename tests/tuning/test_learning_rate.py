@@ -48,5 +48,5 @@ def test_accumulation_keeps_the_effective_batch(batch: int, fits: int) -> None:
 
 
 def test_deep_supervision_is_seen_in_the_command() -> None:
-    assert learning_rate.looks_deeply_supervised(("train_ultimate.py", "train", "--deep-supervision"))
-    assert not learning_rate.looks_deeply_supervised(("train.py", "--supervision"))
+    assert learning_rate.uses_deep_supervision(("train_ultimate.py", "train", "--deep-supervision"))
+    assert not learning_rate.uses_deep_supervision(("train.py", "--supervision"))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fulltilt.tuning.live.controller import Capacity, Settle, decide, most_workers, pays
 from fulltilt.tuning.live.limits import DEFAULT
-from fulltilt.tuning.live.measurement import Arrival, Knobs, Seen, Window, summarize
+from fulltilt.tuning.live.measurement import Arrival, Knobs, MeasurementWindow, Seen, summarize
 from tests.tuning.simulated import live_tuning
 
 
@@ -39,7 +39,7 @@ def test_it_comes_near_the_best_of_any_scaling_law(
 
     in_force, moves = live_tuning(rate, busy_s, round(start * cpus), Capacity(cpus), 0.02, seed)
     assert len(moves) <= DEFAULT.most_moves
-    assert rate(in_force[-1].workers) >= 0.93 * max(rate(workers) for workers in range(cpus + 1))
+    assert rate(in_force[-1].num_workers) >= 0.93 * max(rate(workers) for workers in range(cpus + 1))
 
 
 # Of the job itself, in one window after another.
@@ -60,7 +60,7 @@ def test_a_jobs_own_change_of_pace_is_not_taken_for_a_settings_gain(pace: str, g
 
     in_force, moves = live_tuning(rate, 0.05, 2, Capacity(4), 0.004, 0, PACES[pace])
     assert moves
-    assert in_force[-1].workers > 2 if found else in_force[-1] == Knobs(2)
+    assert in_force[-1].num_workers > 2 if found else in_force[-1] == Knobs(2)
 
 
 def test_what_a_trial_gained_is_told_only_where_the_job_changed_by_less() -> None:
@@ -92,7 +92,7 @@ def test_a_gain_within_the_scatter_of_its_windows_is_not_kept() -> None:
 def test_workers_that_are_all_as_fast_are_left_as_they_are() -> None:
     # They wait for one lock; with windows this uneven one search in fourteen keeps more by chance.
     ends = [live_tuning(lambda _: 30.0, 0.001, 2, Capacity(4), 0.02, seed)[0][-1] for seed in range(200)]
-    assert sum(knobs.workers > 2 for knobs in ends) <= 20
+    assert sum(knobs.num_workers > 2 for knobs in ends) <= 20
 
 
 def test_a_loader_that_is_not_the_limit_is_not_touched() -> None:
@@ -121,7 +121,7 @@ def test_a_start_that_was_looked_at_twice_leads_to_workers_too() -> None:
     seen = (Seen(Knobs(0), 5.0, 0.05, 0.8, 0.04), Seen(Knobs(0), 5.2, 0.05, 0.8, 0.04))
     move = decide(seen, Capacity(16))
     assert not isinstance(move, Settle)
-    assert move.workers > 1
+    assert move.num_workers > 1
 
 
 def test_no_number_of_workers_is_tried_that_cannot_beat_having_none() -> None:
@@ -186,7 +186,7 @@ def test_bursts_of_as_many_batches_as_workers_are_no_noise() -> None:
 
 def test_a_window_skips_the_beginning_and_ends_when_it_knows_enough() -> None:
     now = [0.0]
-    window = Window(DEFAULT, clock=lambda: now[0])
+    window = MeasurementWindow(DEFAULT, clock=lambda: now[0])
     window.begin(Knobs(2), skip=4)
     answers = []
     for number in range(40):
@@ -202,7 +202,7 @@ def test_a_window_skips_the_beginning_and_ends_when_it_knows_enough() -> None:
 def seconds_until_told(rates: Sequence[float], best: float | None, busy_s: float = 0.02) -> float:
     """How long a window looks at a pool of two workers that gives these batches a second, burst by burst."""
     now_s = 0.0
-    window = Window(DEFAULT, clock=lambda: now_s)
+    window = MeasurementWindow(DEFAULT, clock=lambda: now_s)
     window.begin(Knobs(2), 0, best)
     for rate in itertools.cycle(rates):
         for _ in range(2):

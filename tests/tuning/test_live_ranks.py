@@ -20,7 +20,7 @@ from fulltilt.probes.host import cpu_capacity
 from fulltilt.records import RunRecord, Task
 from fulltilt.tuning.live.controller import Capacity, most_workers
 from fulltilt.tuning.live.measurement import Knobs, Seen
-from fulltilt.tuning.live.ranks import Ranks, Report, agree
+from fulltilt.tuning.live.rank_reports import RankReports, Report, agree
 from fulltilt.tuning.live.tuner import Phase
 from tests.diagnosis.examples import machine
 from tests.faults.ranks import free_port
@@ -73,7 +73,7 @@ def test_one_rank_left_alone_leaves_all_alone() -> None:
 
 def test_ranks_with_other_settings_are_left_alone() -> None:
     why = agree([report(), replace(report(), knobs=Knobs(2))]).left_alone
-    assert why == "its settings are not the same on all ranks (0 workers on rank 0, 2 workers, prefetch 2 on rank 1)"
+    assert why == "its settings are not the same on all ranks (no workers on rank 0, 2 workers, prefetch 2 on rank 1)"
 
 
 def test_a_trial_that_failed_on_one_rank_failed_on_all() -> None:
@@ -104,7 +104,7 @@ def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
 
 
 def test_all_ranks_get_the_same_at_a_batch_that_none_has_reached(folders: list[Path]) -> None:
-    ranks = [Ranks(folder, "group.2.0", rank, 2) for rank, folder in enumerate(folders)]
+    ranks = [RankReports(folder, "group.2.0", rank, 2) for rank, folder in enumerate(folders)]
     for number, batches in enumerate([(30, 33), (90, 80)]):
         for one, batch in zip(ranks, batches, strict=True):
             assert one.agreed("train.py:3 0", number, batch, 10.0) is None
@@ -121,7 +121,7 @@ def test_all_ranks_get_the_same_at_a_batch_that_none_has_reached(folders: list[P
 
 
 def test_as_long_as_a_report_is_missing_nothing_is_agreed(folders: list[Path]) -> None:
-    ranks = [Ranks(folder, "group.3.0", rank, 3) for rank, folder in enumerate(folders)]
+    ranks = [RankReports(folder, "group.3.0", rank, 3) for rank, folder in enumerate(folders)]
     for one in ranks:
         one.say(report())
         assert one.agreed("train.py:3 0", 0, 40, 10.0) is None
@@ -131,7 +131,7 @@ def test_as_long_as_a_report_is_missing_nothing_is_agreed(folders: list[Path]) -
 
 @pytest.mark.parametrize("reports_before", [False, True])
 def test_a_loader_that_rank_0_leaves_alone_is_left_alone_by_all(reports_before: bool, folders: list[Path]) -> None:
-    ranks = [Ranks(folder, "group.2.0", rank, 2) for rank, folder in enumerate(folders)]
+    ranks = [RankReports(folder, "group.2.0", rank, 2) for rank, folder in enumerate(folders)]
     if reports_before:
         ranks[0].say(report())
     ranks[0].say(replace(report(), seen=None, left_alone="it is mine"))
@@ -151,7 +151,7 @@ class TwoRanks:
         self.one = one
         store.write_json(folder / store.RUN_FILE, RunRecord("job", ("job.py",), "", machine(), "1"))
         one.session.state.group, one.session.state.world_size = "group.2.0", 2
-        self.other = Ranks(folder, "group.2.0", 1, 2)
+        self.other = RankReports(folder, "group.2.0", 1, 2)
 
     def answer(self, **what: Any) -> None:
         """Report what rank 0 has reported last, but for this."""
@@ -169,7 +169,7 @@ class TwoRanks:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks look for each other at every batch and move two batches later."""
-    monkeypatch.setattr("fulltilt.tuning.live.ranks.AHEAD_S", 0.0)
+    monkeypatch.setattr("fulltilt.tuning.live.rank_reports.AHEAD_S", 0.0)
     monkeypatch.setattr("fulltilt.tuning.live.tuner.LOOK_EVERY_S", 0.0)
 
 
@@ -250,7 +250,7 @@ def test_a_full_disk_ends_the_tuning_and_not_the_training(tmp_path: Path, monkey
 
     with tuning(tmp_path, [Knobs(2)]) as one:
         TwoRanks(one, tmp_path)
-        monkeypatch.setattr(Ranks, "say", full)
+        monkeypatch.setattr(RankReports, "say", full)
         loader = one.trains(DataLoader(Squares(SIZE), batch_size=2))
         assert len(list(loader)) == SIZE / 2
         assert one.record.why == "tuning ended by an error of its own (RunFolderError: no space left on device)"

@@ -275,7 +275,7 @@ def test_workers_end_though_a_traceback_holds_what_they_made_batches_for(tmp_pat
         workers = held = None
         for _ in one.trains(DataLoader(Squares(SIZE), batch_size=2)):
             pool = one.source.pool
-            if workers is None and pool.knobs.workers and pool.is_serving:
+            if workers is None and pool.knobs.num_workers and pool.is_serving:
                 held, workers = pool._iterator, pool._iterator._workers
         assert held is not None
         for worker in workers:

@@ -100,7 +100,7 @@ def test_a_kept_pool_that_fails_gives_way_to_the_scripts_own_settings(workers: i
         for batch in loader:
             drawn.append(flat(batch))
             pool = one.source.pool
-            if one.record.settings.num_workers == 2 == pool.knobs.workers and pool.is_serving and not killed:
+            if one.record.settings.num_workers == 2 == pool.knobs.num_workers and pool.is_serving and not killed:
                 assert (tmp_path / store.SETTINGS_FILE).exists()
                 kill_workers(one)
                 killed = True
@@ -142,7 +142,7 @@ def test_what_clearly_pays_goes_on_and_other_trials_are_followed_by_what_is_in_f
 ) -> None:
     with tuning(tmp_path, [Knobs(2)], [True], clearly=clearly) as one:
         loader = one.trains(DataLoader(Squares(2 * SIZE), batch_size=2))
-        served = [one.source.pool.knobs.workers for _ in loader]
+        served = [one.source.pool.knobs.num_workers for _ in loader]
         assert (one.record.state, [move.outcome for move in one.record.moves]) == ("settled", ["kept"])
     assert [workers for workers, _ in itertools.groupby(served)] == ([0, 2] if clearly else [0, 2, 0, 2])
 

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from fulltilt.recorder.session import Session
 from fulltilt.records import LoaderRecord, Settings
-from fulltilt.tuning.trial.measure import AppliedSettings, Measuring, Saves
+from fulltilt.tuning.trial.measure import AppliedSettings, Saves, TrialMeasurement
 from fulltilt.tuning.trial.throughput import Assignment
 from tests.diagnosis import examples
 
@@ -109,7 +109,7 @@ def test_loaders_side_by_side_train_and_only_evaluation_interrupts() -> None:
     """zip(labelled, unlabelled): backward() comes after a batch of the second; such a trial never measured anything."""
     loaders = [tap(0, batches=20), tap(1, batches=20), tap(2, batches=10, eval_batches=10)]
     session: Any = SimpleNamespace(loaders=SimpleNamespace(all=loaders))
-    seen = Measuring(session, torch, Assignment(Settings(), folder=""))._snapshot()
+    seen = TrialMeasurement(session, torch, Assignment(Settings(), folder=""))._snapshot()
     assert (seen.batches, seen.samples, seen.wait_s, seen.workers) == (40, 320, 1.0, 4)
     assert seen.interruptions == 10
 

@@ -10,14 +10,14 @@ from fulltilt.probes.gpu import Gpus
 from fulltilt.records import Run, Sample, Settings, Trial
 from fulltilt.testing import FakeClock, throttled_gpu
 from fulltilt.tuning.space import Attempt
-from fulltilt.tuning.trial.outcome import conclude, last_exception
+from fulltilt.tuning.trial.outcome import last_exception, trial_record
 from fulltilt.tuning.trial.run_trial import Ended
-from fulltilt.tuning.trial.throughput import Answer, Block
+from fulltilt.tuning.trial.throughput import Answer, StepBlock
 from tests.diagnosis import examples
 
 ATTEMPT = Attempt(Settings(num_workers=8), "search")
 LOSSES = tuple(2.0 - 0.01 * step for step in range(40))
-ANSWER = Answer(tuple([Block(64, 0.25, 0.1)] * 8), steps=80, losses=LOSSES, complete=True)
+ANSWER = Answer(tuple([StepBlock(64, 0.25, 0.1)] * 8), steps=80, losses=LOSSES, complete=True)
 DONE = Ended(0, None, 9.0, "epoch 1\n")
 START = Trial(Settings(), "ok", 100.0, purpose="start", losses=LOSSES)
 
@@ -67,7 +67,7 @@ HINT = "tip: on CUDA out of memory errors lower --batch\nTraceback (most recent 
     ],
 )
 def test_the_state_of_a_trial(ended: Ended, answer: Answer | None, state: str, note: str | None) -> None:
-    trial = conclude(ATTEMPT, ended, answer or Answer(), examples.run_of(), START)
+    trial = trial_record(ATTEMPT, ended, answer or Answer(), examples.run_of(), START)
     assert trial.state == state
     assert (trial.note or "").startswith(note or "")
     assert (trial.note is None) == (note is None)
@@ -76,16 +76,16 @@ def test_the_state_of_a_trial(ended: Ended, answer: Answer | None, state: str, n
 def test_a_loss_that_the_start_did_not_come_to_speaks_against_no_loader() -> None:
     """A faster trial makes more steps, and meets the step at which the script itself diverges."""
     answer = replace(ANSWER, losses=(*LOSSES, 1.0), not_finite_at=41)
-    trial = conclude(ATTEMPT, DONE, answer, examples.run_of(), START)
+    trial = trial_record(ATTEMPT, DONE, answer, examples.run_of(), START)
     assert (trial.state, trial.note) == ("ok", "the loss of step 42 is not a finite number")
     for attempt in (Attempt(Settings(precision="bf16"), "search"), Attempt(Settings(batch_size=8), "search")):
-        assert conclude(attempt, DONE, answer, examples.run_of(), START).state == "diverged"
-    assert conclude(Attempt(Settings(), "start"), DONE, answer, examples.run_of(), None).state == "diverged"
+        assert trial_record(attempt, DONE, answer, examples.run_of(), START).state == "diverged"
+    assert trial_record(Attempt(Settings(), "start"), DONE, answer, examples.run_of(), None).state == "diverged"
 
 
 def test_a_script_without_a_loader_has_nothing_to_tune() -> None:
     answer = Answer((), 900, (), complete=True)
-    trial = conclude(ATTEMPT, DONE, answer, examples.run_of(examples.rank(loaders=())), None)
+    trial = trial_record(ATTEMPT, DONE, answer, examples.run_of(examples.rank(loaders=())), None)
     assert trial.state == "not_measured"
     assert trial.note == "the script trained 900 steps without a batch of a DataLoader: there is no loader to tune"
 
@@ -93,7 +93,7 @@ def test_a_script_without_a_loader_has_nothing_to_tune() -> None:
 def test_workers_that_a_library_did_not_take_were_not_measured() -> None:
     for library, state in (("fastai", "not_measured"), (None, "ok")):
         loader = examples.loader(num_workers=0, made_by=library)
-        trial = conclude(
+        trial = trial_record(
             Attempt(Settings(num_workers=4), "search"),
             DONE,
             ANSWER,
@@ -105,7 +105,7 @@ def test_workers_that_a_library_did_not_take_were_not_measured() -> None:
 
 
 def test_a_script_stopped_before_it_trained_did_not_crash() -> None:
-    trial = conclude(ATTEMPT, Ended(-9, "time", 60.0, ""), Answer(), replace(examples.run_of(), spans=()), None)
+    trial = trial_record(ATTEMPT, Ended(-9, "time", 60.0, ""), Answer(), replace(examples.run_of(), spans=()), None)
     assert trial.state == "timed_out"
     assert trial.note == (
         "stopped after 60 s: the script had not reached a training loop (no step of an optimizer was seen)"
@@ -113,7 +113,7 @@ def test_a_script_stopped_before_it_trained_did_not_crash() -> None:
 
 
 def test_the_figures_of_a_trial() -> None:
-    trial = conclude(ATTEMPT, DONE, ANSWER, examples.run_of(examples.rank(world_size=2)), START)
+    trial = trial_record(ATTEMPT, DONE, ANSWER, examples.run_of(examples.rank(world_size=2)), START)
     assert trial.samples_per_s == pytest.approx(2 * 256.0)
     assert trial.data_wait_share == pytest.approx(0.4)
     assert (trial.wall_s, trial.purpose) == (9.0, "search")
@@ -129,7 +129,7 @@ def test_a_throttled_gpu_makes_a_trial_invalid() -> None:
         samples.append(Sample(float(second), examples.host(), gpus.read()))
     run = examples.run_of(examples.gpu_rank(gpu_uuid=samples[0].gpus[0].uuid))
     slowed: Run = replace(run, samples=tuple(samples))
-    trial = conclude(ATTEMPT, DONE, ANSWER, slowed, START)
+    trial = trial_record(ATTEMPT, DONE, ANSWER, slowed, START)
     assert trial.state == "throttled"
     assert "slowed down" in (trial.note or "")
 
@@ -154,7 +154,7 @@ def test_settings_are_those_of_the_loader_that_is_studied() -> None:
         loader_id=1, where="train.py:4", dataset_len=2000, num_workers=0, batch_size=4, wait_s=50.0
     )
     run = examples.run_of(examples.rank(loaders=(studied, beside)))
-    trial = conclude(ATTEMPT, DONE, ANSWER, run, START, studied)
+    trial = trial_record(ATTEMPT, DONE, ANSWER, run, START, studied)
     assert (trial.in_force.num_workers, trial.in_force.batch_size) == (8, 16)
-    unknown = conclude(ATTEMPT, DONE, ANSWER, run, START, None)
+    unknown = trial_record(ATTEMPT, DONE, ANSWER, run, START, None)
     assert unknown.in_force.num_workers == 0, "before it is known which one is studied: the one that is waited for"

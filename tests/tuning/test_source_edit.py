@@ -14,9 +14,9 @@ from fulltilt.records import Settings
 from fulltilt.tuning.source_edit import (
     OTHER_SHUFFLES,
     SEVERAL_LOADERS,
+    CannotEdit,
+    ManualChange,
     SourceChange,
-    Unclear,
-    WriteYourself,
     apply_change,
     edit_call,
     fingerprint,
@@ -81,13 +81,13 @@ FLAG = 'parser.add_argument("-j", "--io", type=int, default=2)\n'
     ],
 )
 def test_nothing_is_guessed(source: str, line: int, given: tuple[str, ...], why: str) -> None:
-    with pytest.raises(Unclear, match=why):
+    with pytest.raises(CannotEdit, match=why):
         edit_call(source.encode("latin-1"), line, WANTED, BEFORE, given)
 
 
 def test_what_would_change_something_else_is_refused() -> None:
     """Behind the last argument stands a parenthesis that `ast` does not show."""
-    with pytest.raises(Unclear, match="not changed by machine"):
+    with pytest.raises(CannotEdit, match="not changed by machine"):
         edit_call(b"x = DataLoader((ds))\n", 1, {"num_workers": 8}, {"num_workers": 0})
 
 
@@ -158,7 +158,7 @@ def test_a_file_that_changed_since_is_left_alone(tmp_path: Path) -> None:
 
 def test_loaders_that_a_library_makes_are_set_where_it_takes_them(tmp_path: Path) -> None:
     change = change_of(tmp_path, made_by="transformers")
-    assert isinstance(change, WriteYourself)
+    assert isinstance(change, ManualChange)
     assert change.write == (
         "TrainingArguments(..., dataloader_num_workers=8, dataloader_pin_memory=True, "
         "dataloader_persistent_workers=True)"
@@ -185,7 +185,7 @@ def test_the_only_call_of_a_library_gets_its_keywords(library: str, source: str,
     compile(change.new, "train.py", "exec")
     for twice in (source * 2, source.replace(")\n", ", **more)\n")):
         (tmp_path / "train.py").write_text(twice)
-        assert isinstance(propose(loader, IN_FORCE, tmp_path), WriteYourself)
+        assert isinstance(propose(loader, IN_FORCE, tmp_path), ManualChange)
 
 
 def test_timm_gets_only_what_create_loader_takes(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_timm_gets_only_what_create_loader_takes(tmp_path: Path) -> None:
     assert isinstance(change, SourceChange)
     assert b"num_workers=8" in change.new
     assert b"prefetch_factor" not in change.new
-    assert isinstance(propose(loader, replace(IN_FORCE, batch_size=16), tmp_path, with_batch=True), WriteYourself)
+    assert isinstance(propose(loader, replace(IN_FORCE, batch_size=16), tmp_path, with_batch=True), ManualChange)
     (tmp_path / "train.py").write_text("l = create_loader(d, 224, batch_size=8, num_workers=0)\n")
     change = propose(loader, replace(IN_FORCE, batch_size=16), tmp_path, with_batch=True)
     assert isinstance(change, SourceChange)
@@ -226,7 +226,7 @@ def test_what_to_write_by_hand_is_only_what_changes(tmp_path: Path) -> None:
         where="gone.py:1", num_workers=2, pin_memory=True, persistent_workers=True, prefetch_factor=4
     )
     change = propose(loader, IN_FORCE, tmp_path)
-    assert isinstance(change, WriteYourself)
+    assert isinstance(change, ManualChange)
     assert change.write == "DataLoader(…, num_workers=8, prefetch_factor=2)"
 
 
@@ -244,7 +244,7 @@ def test_a_flag_of_the_command_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("x = DataLoader(ds, num_workers=args.num_workers)\n")
     loader = examples.loader(where="train.py:1", num_workers=0)
     change = propose(loader, IN_FORCE, tmp_path, ("train.py", "--num-workers", "0"))
-    assert change == WriteYourself("--num-workers is given on the command line", "--num-workers 8")
+    assert change == ManualChange("--num-workers is given on the command line", "--num-workers 8")
 
 
 def test_the_batch_size_is_written_only_when_asked_for(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_the_batch_size_is_written_only_when_asked_for(tmp_path: Path) -> None:
 
 def test_a_recipe_is_told_by_its_flags(tmp_path: Path) -> None:
     loader = examples.loader(where=None, made_by="fulltilt")
-    assert propose(loader, IN_FORCE, tmp_path) == WriteYourself(
+    assert propose(loader, IN_FORCE, tmp_path) == ManualChange(
         "Fulltilt makes the loader from its settings", "--workers 8"
     )
     assert recipe_flags(Settings(num_workers=4, batch_size=16, accumulation=2, compile=True)) == (

@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from fulltilt.cli.main import main
-from fulltilt.cli.tune import _hand_over, conduct, end_study
+from fulltilt.cli.tune import _hand_over, end_study, run_study
 from fulltilt.errors import ForeignFiles, UsageError
 from fulltilt.recorder.job_command import job_command
 from fulltilt.records import HotLine, Settings, Trial
@@ -312,7 +312,7 @@ def test_a_budget_too_small_is_told_after_the_first_trial(
     for budget_s, told in ((100.0, True), (130.0, False)):
         monkeypatch.setattr(study_module, "next_attempt", lambda trials, _space: searched(trials))
         out = tmp_path / str(budget_s)
-        conduct(["train.py"], ["python", "train.py"], out, frozenset(), IN_PLACE, budget_s, None, False)
+        run_study(["train.py"], ["python", "train.py"], out, frozenset(), IN_PLACE, budget_s, None, False)
         said = capsys.readouterr().err.replace("\n  ", " ").splitlines()
         place = next(place for place, line in enumerate(said) if line.startswith("fulltilt: trial 1: start"))
         warned = "this trial took 40 s, and what is left of the budget (1 min 40 s)" in said[place + 1]
@@ -350,7 +350,7 @@ def test_a_study_stopped_before_its_first_trial_claims_nothing(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Study, "run", stopped)
     folder = tmp_path / "study"
-    code = conduct(["train.py"], ["python", "train.py"], folder, frozenset(), IN_PLACE, 60.0, None, apply=False)
+    code = run_study(["train.py"], ["python", "train.py"], folder, frozenset(), IN_PLACE, 60.0, None, apply=False)
     assert code == 3
     said = capsys.readouterr().err
     assert "stopped; no trial has ended yet. Go on with:\n  fulltilt tune" in said

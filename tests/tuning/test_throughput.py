@@ -9,13 +9,13 @@ import pytest
 
 from fulltilt.records import Settings, Trial
 from fulltilt.tuning.space import fit_line, most_within, vram_line
-from fulltilt.tuning.trial.throughput import Block, Patience, is_enough, rate_of, worse_by
+from fulltilt.tuning.trial.throughput import Patience, StepBlock, is_enough, rate_of, worse_by
 
 # --------------------------------------------------------------------------- rates
 
 
 def test_a_rate_is_all_samples_over_all_seconds() -> None:
-    rate = rate_of([Block(100, 1.0), Block(300, 2.0)])
+    rate = rate_of([StepBlock(100, 1.0), StepBlock(300, 2.0)])
     assert rate is not None
     assert rate.mean == pytest.approx(400 / 3)
     assert rate.low < rate.mean < rate.high
@@ -23,7 +23,7 @@ def test_a_rate_is_all_samples_over_all_seconds() -> None:
 
 
 def test_one_block_is_not_sure_of_anything() -> None:
-    rate = rate_of([Block(100, 1.0)])
+    rate = rate_of([StepBlock(100, 1.0)])
     assert rate is not None
     assert (rate.low, math.isinf(rate.high)) == (0.0, True)
 
@@ -32,7 +32,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     random = Random(1)
     hits = 0
     for _ in range(400):
-        blocks = [Block(round(random.gauss(500, 40)), 1.0) for _ in range(8)]
+        blocks = [StepBlock(round(random.gauss(500, 40)), 1.0) for _ in range(8)]
         rate = rate_of(blocks)
         assert rate is not None
         hits += rate.low <= 500 <= rate.high
@@ -41,16 +41,16 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
 
 def test_a_trial_stops_as_soon_as_it_knows_and_not_before() -> None:
     patience = Patience(wanted_error=0.02, least_blocks=5, least_s=1.0, most_s=10.0)
-    steady = [Block(100, 0.3)] * 5
+    steady = [StepBlock(100, 0.3)] * 5
     assert not is_enough(steady[:4], patience)
     assert is_enough(steady, patience)
-    restless = [Block(50, 0.3), Block(150, 0.3)] * 5
+    restless = [StepBlock(50, 0.3), StepBlock(150, 0.3)] * 5
     assert not is_enough(restless, patience)
     assert is_enough(restless * 4, patience)  # its time is over
 
 
 def test_a_trial_that_cannot_win_any_more_stops_early() -> None:
-    restless = [Block(80, 0.3), Block(120, 0.3)] * 5  # 333 samples/s, not known well
+    restless = [StepBlock(80, 0.3), StepBlock(120, 0.3)] * 5  # 333 samples/s, not known well
     assert not is_enough(restless, Patience(to_beat=300.0))
     assert is_enough(restless, Patience(to_beat=900.0))
 

@@ -10,7 +10,7 @@ import pytest
 from fulltilt.records import Settings
 from fulltilt.tuning.live.controller import Capacity
 from fulltilt.tuning.search import Bracket
-from fulltilt.tuning.space import Space, streams_alone
+from fulltilt.tuning.space import Space, is_unsplit_stream
 from fulltilt.tuning.verification import winner
 from tests.diagnosis.examples import loader
 from tests.tuning.simulated import CLIP, COD, Job, live_tuning, study
@@ -174,4 +174,4 @@ def test_a_stream_without_workers_gets_none() -> None:
 def test_a_stream_that_several_workers_share_already_is_made_for_them(
     iterable: bool, workers: int, alone: bool
 ) -> None:
-    assert streams_alone(loader(iterable=iterable, num_workers=workers)) is alone
+    assert is_unsplit_stream(loader(iterable=iterable, num_workers=workers)) is alone

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 import typer
 
 from fulltilt import __version__, store
-from fulltilt.cli.job_process import JobProcess
+from fulltilt.cli.launched_job import LaunchedJob
 from fulltilt.cli.streams import JOB_BEHIND_IT, USAGE_ERROR, StatusBar, complain, tell, tell_of_flags, tell_wrapped
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.probes.cgroup import oom_kills
@@ -152,7 +152,7 @@ def run_job(
     t0_ns = time.perf_counter_ns()
     try:
         variables = attach.environment(folder, t0_ns, settings, deep)
-        process = JobProcess(command, {**os.environ, **variables, **live})
+        process = LaunchedJob(command, {**os.environ, **variables, **live})
     except OSError as error:
         raise UsageError(f"cannot start {command[0]}: {error.strerror or error}") from error
     with Monitor(folder, process.pid, t0_ns, gpus, advises=not live) as monitor:

@@ -25,7 +25,7 @@ USAGE_ERROR = 2
 JOB_BEHIND_IT = {"context_settings": {"allow_interspersed_args": False}, "options_metavar": "[OPTIONS] [--]"}
 
 
-class _Heedless(io.FileIO):
+class _BestEffortFile(io.FileIO):
     """Drops what cannot be written: a full disk under a log, or a reader that has gone, is no reason to stop a job."""
 
     def write(self, data: ReadableBuffer, /) -> int:
@@ -42,7 +42,7 @@ def prepare() -> None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open to the end
     given = sys.__stderr__  # Python holds on to it, so that its descriptor stays open
     if given is not None and sys.stderr is given:
-        heedless = io.BufferedWriter(_Heedless(given.fileno(), "w", closefd=False))
+        heedless = io.BufferedWriter(_BestEffortFile(given.fileno(), "w", closefd=False))
         sys.stderr = io.TextIOWrapper(heedless, encoding=given.encoding, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
         let_print(stream)

@@ -29,29 +29,29 @@ from fulltilt.recorder.loaders.settings_file import LOADER
 from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console
 from fulltilt.store import SETTINGS_FILE, OwnedFolder
-from fulltilt.tuning.learning_rate import looks_deeply_supervised
+from fulltilt.tuning.learning_rate import uses_deep_supervision
 from fulltilt.tuning.solutions import (
-    by_hand,
     changing_data_set_sentence,
     in_words,
     lock_sentence,
+    manual_steps,
     rate_words,
     show_solutions,
     solutions,
     trial_line,
     verdict,
 )
-from fulltilt.tuning.source_edit import WriteYourself, apply_change, propose
+from fulltilt.tuning.source_edit import ManualChange, apply_change, propose
 from fulltilt.tuning.space import (
     LOADER_SETTINGS,
     Attempt,
     Space,
     best_of,
+    is_unsplit_stream,
     is_valid,
     loader_settings,
     parse_allow,
     rid_of_none,
-    streams_alone,
 )
 from fulltilt.tuning.study import Study, StudyRecord, least_budget_s, next_step
 from fulltilt.tuning.trial.isolation import Isolation, choose
@@ -107,7 +107,7 @@ def tune(
     arguments = (["-m"] if module else []) + list(command or [])
     if not arguments:
         raise UsageError("nothing to tune", "Give a script: fulltilt tune train.py ARGS")
-    arguments = named_in_full(arguments)
+    arguments = with_recipe_command(arguments)
     # A recipe is of this Fulltilt, wherever the user's PATH leads.
     resolved = job_command(["-m", *arguments] if _is_recipe(arguments) else arguments)
     budget_s = seconds_of("--budget", budget)
@@ -125,10 +125,10 @@ def tune(
         )
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", job_name(arguments[2:] if _is_recipe(arguments) else arguments))
     folder = out or Path("fulltilt-runs") / f"{datetime.now():%Y%m%d-%H%M%S}-tune-{name[:60]}"
-    raise typer.Exit(conduct(arguments, resolved, folder, allowed, isolation, budget_s, trial_limit_s, apply))
+    raise typer.Exit(run_study(arguments, resolved, folder, allowed, isolation, budget_s, trial_limit_s, apply))
 
 
-def named_in_full(arguments: list[str]) -> list[str]:
+def with_recipe_command(arguments: list[str]) -> list[str]:
     """`cod ARGS` is `fulltilt train cod ARGS`, unless a script has that name."""
     name = Path(arguments[0])
     is_script = name.is_file() or (name / "__main__.py").exists()
@@ -150,7 +150,7 @@ def _is_recipe(arguments: list[str]) -> bool:
 # --------------------------------------------------------------------------- the study as the terminal shows it
 
 
-def conduct(
+def run_study(
     arguments: list[str],
     command: list[str],
     folder: Path,
@@ -245,15 +245,15 @@ def show_study(
         trials,
         record.optimizer,
         record.learning_rate,
-        looks_deeply_supervised(record.command),
+        uses_deep_supervision(record.command),
         streams=record.loader is not None and record.loader.iterable,
     )
     show_solutions(console, rows)
     if (in_parts := next((trial for trial in found if trial.settings.accumulation), None)) is not None:
-        for line in by_hand(in_parts.settings):
+        for line in manual_steps(in_parts.settings):
             console.print(Text(line))
     won = winner(trials)
-    console.print(Text(verdict(trials, streams_alone(record.loader), stopped)))
+    console.print(Text(verdict(trials, is_unsplit_stream(record.loader), stopped)))
     if record.data_set_changes is not None and record.loader is not None:
         file = (record.loader.where or "").rpartition(":")[0]
         console.print(Text(changing_data_set_sentence(f"{file}:{record.data_set_changes}")))
@@ -273,11 +273,11 @@ def _hand_over(
         rest = replace(settings, **dict.fromkeys(LOADER_SETTINGS))
         only = "" if rest == Settings() else f", the loader's part alone, not {in_words(rest)}"
         console.print(Text(f"Without a change to the script{only}: {again}"), soft_wrap=True)  # to be copied as it is
-    for line in by_hand(settings):
+    for line in manual_steps(settings):
         console.print(Text(line))
     with_batch = settings.batch_size is not None
     change = propose(record.loader, in_force, Path(record.working_folder), record.command, with_batch)
-    if isinstance(change, WriteYourself):
+    if isinstance(change, ManualChange):
         console.print(Text(f"No diff: {change.why}. Write: {change.write}"))
         return
     if change.new == change.old:

@@ -67,7 +67,7 @@ def watch(
         sampler = Sampler(readings.arrived.put, gpus=gpus, interval_s=min(interval, _ONCE_S) if once else interval)
         with sampler, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end a monitor
             if not once and sys.stdout.isatty() and not console.is_dumb_terminal:
-                _show_until_quit(readings, Screen(console, gpus, interval, None if out is None else str(out)))
+                _show_until_quit(readings, WatchScreen(console, gpus, interval, None if out is None else str(out)))
             else:
                 _print_lines(readings, gpus, once)
 
@@ -116,7 +116,7 @@ def _print_lines(readings: Readings, gpus: Gpus, once: bool) -> None:
             return
 
 
-class Screen:
+class WatchScreen:
     """The recent samples and the jobs, drawn for the window as it is at the moment."""
 
     def __init__(self, console: Console, gpus: Gpus, interval_s: float, recording: str | None) -> None:
@@ -147,14 +147,14 @@ class Screen:
         return Text("\n").join(watch_lines(view, self.console.width, self.console.height))
 
 
-def _show_until_quit(readings: Readings, screen: Screen) -> None:
+def _show_until_quit(readings: Readings, screen: WatchScreen) -> None:
     # `kill`, too, ends us by way of the cleaning-up that restores the terminal.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     while _show_until_key(readings, screen) == _SUSPEND:
         os.kill(0, signal.SIGTSTP)  # stops the whole job, as the terminal itself would; `fg` lets us go on
 
 
-def _show_until_key(readings: Readings, screen: Screen) -> str:
+def _show_until_key(readings: Readings, screen: WatchScreen) -> str:
     """Draw until a key ends it; returns that key. The terminal is then as it was."""
     live = Live(console=screen.console, screen=True, auto_refresh=False)
     with _keyboard() as next_key, live:

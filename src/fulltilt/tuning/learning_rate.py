@@ -65,6 +65,6 @@ def accumulation_for(batch: int, fits: int) -> tuple[int, int] | None:
     return next(((parts, size) for parts, size in equal if size <= fits), None)
 
 
-def looks_deeply_supervised(command: tuple[str, ...]) -> bool:
+def uses_deep_supervision(command: tuple[str, ...]) -> bool:
     """Whether a command asks for deep supervision."""
     return any(argument.lstrip("-").replace("_", "-").startswith("deep-supervision") for argument in command)

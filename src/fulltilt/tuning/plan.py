@@ -20,7 +20,7 @@ from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import training_loaders
 from fulltilt.errors import UsageError
 from fulltilt.records import GpuReading, Run
-from fulltilt.tuning.learning_rate import Scaled, accumulation_for, looks_deeply_supervised, scale
+from fulltilt.tuning.learning_rate import Scaled, accumulation_for, scale, uses_deep_supervision
 from fulltilt.tuning.space import DEFAULT_PREFETCH, USABLE_VRAM, fit_line
 
 Hours = tuple[float, float]
@@ -232,7 +232,7 @@ def _batches(
         return ()
     rank = runs[0].ranks[0]
     rate, optimizer = rank.learning_rate, rank.optimizers[0] if rank.optimizers else None
-    deep = looks_deeply_supervised(runs[0].run.command)
+    deep = uses_deep_supervision(runs[0].run.command)
     sizes = [batch]
     while 2 * sizes[-1] <= largest:
         sizes.append(2 * sizes[-1])

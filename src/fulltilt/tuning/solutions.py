@@ -84,41 +84,42 @@ def risk_of(trial: Trial, streams: bool = False) -> str:
     """What a setting may cost, in a few words."""
     settings = trial.settings
     vram_share = (trial.vram_peak_bytes or 0) / (trial.vram_total_bytes or math.inf)
-    risks = {
-        "low: the samples of the stream come in another order": streams and settings.num_workers is not None,
-        "low: random augmentations differ if there are any": settings.num_workers is not None,
-        "low: later epochs are shuffled differently": settings.persistent_workers,
-        "medium: another batch size": settings.batch_size is not None and not settings.accumulation,
-        "low: the same effective batch": settings.accumulation is not None,
-        f"medium: computes in {settings.precision}": settings.precision is not None,
-        "medium: recompiles when shapes change": settings.compile,
-        f"higher: {vram_share:.0%} of VRAM in use": vram_share > FULL_VRAM,
-    }
-    of_level: dict[str, list[str]] = {}
-    for risk in (risk for risk, is_so in risks.items() if is_so):
-        level, _, what = risk.partition(": ")
-        of_level.setdefault(level, []).append(what)
-    return "; ".join(f"{level}: {', '.join(whats)}" for level, whats in of_level.items()) or "low: the same training"
+    low, medium = list[str](), list[str]()
+    if settings.num_workers is not None:
+        low += ["the samples of the stream come in another order"] if streams else []
+        low.append("random augmentations differ if there are any")
+    if settings.persistent_workers:
+        low.append("later epochs are shuffled differently")
+    if settings.accumulation is not None:
+        low.append("the same effective batch")
+    elif settings.batch_size is not None:
+        medium.append("another batch size")
+    if settings.precision is not None:
+        medium.append(f"computes in {settings.precision}")
+    if settings.compile:
+        medium.append("recompiles when shapes change")
+    higher = [f"{vram_share:.0%} of VRAM in use"] if vram_share > FULL_VRAM else []
+    levels = {"low": low, "medium": medium, "higher": higher}
+    return "; ".join(f"{level}: {', '.join(risks)}" for level, risks in levels.items() if risks) or (
+        "low: the same training"
+    )
 
 
 def in_words(settings: Settings, current: Settings | None = None) -> str:
     """Settings as a user reads them: ``8 workers, prefetch 4, pinned, persistent``."""
     shown = settings if current is None else current
     queue = shown.prefetch_factor if shown.prefetch_factor != DEFAULT_PREFETCH else settings.prefetch_factor
-    words = {
-        figures.count("worker", shown.num_workers or 0): shown.num_workers is not None,
-        f"prefetch {queue}": queue is not None and shown.num_workers != 0,
-        "pinned": shown.pin_memory,
-        "persistent": shown.persistent_workers,
-        f"batch {settings.batch_size}": settings.batch_size is not None,
-        f"accumulation {settings.accumulation}": settings.accumulation is not None,
-        str(settings.precision): settings.precision is not None,
-        "compiled": settings.compile,
-    }
-    return ", ".join(word for word, is_so in words.items() if is_so) or "as it is"
+    words = (
+        figures.loader_settings(shown.num_workers, queue, shown.pin_memory, shown.persistent_workers),
+        f"batch {settings.batch_size}" if settings.batch_size else "",
+        f"accumulation {settings.accumulation}" if settings.accumulation else "",
+        settings.precision,
+        "compiled" if settings.compile else "",
+    )
+    return ", ".join(filter(None, words)) or "as it is"
 
 
-def by_hand(settings: Settings) -> tuple[str, ...]:
+def manual_steps(settings: Settings) -> tuple[str, ...]:
     """What a trial put around the script from outside, and the lines that do it inside."""
     lines = []
     if settings.accumulation is not None and settings.accumulation > 1:

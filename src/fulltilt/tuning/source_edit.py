@@ -52,7 +52,7 @@ class SourceChange:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteYourself:
+class ManualChange:
     """Why there is no diff, and what to write instead."""
 
     why: str
@@ -65,21 +65,21 @@ def propose(
     working_folder: Path,
     command: tuple[str, ...] = (),
     with_batch: bool = False,
-) -> SourceChange | WriteYourself:
+) -> SourceChange | ManualChange:
     """The change that puts the loader's part of ``in_force`` into the user's source."""
     names = (*LOADER_SETTINGS, *(["batch_size"] if with_batch else []))
     wanted = {name: value for name in names if (value := getattr(in_force, name)) is not None}
     if loader is not None and loader.made_by == "fulltilt":
         flags = {"--workers": wanted.get("num_workers"), "--batch-size": wanted.get("batch_size")}
         told = " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
-        return WriteYourself("Fulltilt makes the loader from its settings", told)
+        return ManualChange("Fulltilt makes the loader from its settings", told)
     made_again = loader is not None and made_for_each_pass(loader)
     for name in NEED_WORKERS:
         # Workers live no longer than their loader.
         if not in_force.num_workers or (made_again and name == "persistent_workers"):
             wanted.pop(name, None)
     if loader is None or loader.where is None:
-        return WriteYourself("it was not seen where the training loader is made", _call("DataLoader(…", wanted))
+        return ManualChange("it was not seen where the training loader is made", _call("DataLoader(…", wanted))
     before = {name: getattr(loader, name) for name in names}
     news = {name: value for name, value in wanted.items() if value != _or_default(name, before[name])}
     by_hand = _call("DataLoader(…", news)
@@ -87,11 +87,11 @@ def propose(
     if loader.made_by is not None:
         by_hand = loader_call(loader.made_by, news) or by_hand
         if library is None or not library.functions:
-            return WriteYourself(f"{loader.made_by} makes the loader ({loader.where})", by_hand)
+            return ManualChange(f"{loader.made_by} makes the loader ({loader.where})", by_hand)
     for flag in (argument.split("=")[0] for argument in command if argument.startswith("--")):
         name = flag.lstrip("-").replace("-", "_")
         if name in news:
-            return WriteYourself(f"{flag} is given on the command line", f"{flag} {news[name]}")
+            return ManualChange(f"{flag} is given on the command line", f"{flag} {news[name]}")
     file, _, line = loader.where.rpartition(":")
     path = source_file(loader.where, working_folder, command)
     try:
@@ -101,9 +101,9 @@ def propose(
         else:
             new, several = edit_librarys_call(old, library, news, before)
     except OSError as error:
-        return WriteYourself(f"{file} could not be read: {error}", by_hand)
-    except Unclear as unclear:
-        return WriteYourself(f"{loader.where}: {unclear}", by_hand)
+        return ManualChange(f"{file} could not be read: {error}", by_hand)
+    except CannotEdit as unclear:
+        return ManualChange(f"{loader.where}: {unclear}", by_hand)
     shuffles_otherwise = bool(loader.shuffle) and news.get("persistent_workers") is True
     told_of = {SEVERAL_LOADERS: several, OTHER_SHUFFLES: shuffles_otherwise, MAKE_ONCE: made_again}
     remarks = tuple(remark for remark, is_so in told_of.items() if is_so)
@@ -163,7 +163,7 @@ def apply_change(change: SourceChange, studied_sha256: str | None) -> None:
 # --------------------------------------------------------------------------- the call
 
 
-class Unclear(Exception):  # noqa: N818 - reads as the sentence it is
+class CannotEdit(Exception):  # noqa: N818 - reads as the sentence it is
     """Why a call cannot be changed."""
 
 
@@ -172,14 +172,14 @@ def edit_call(
 ) -> tuple[bytes, bool]:
     """The source with ``wanted`` in the DataLoader call at ``line``, and whether that call makes several loaders.
 
-    ``before`` is what the call ran with, ``given`` the arguments that it was seen with. Raises Unclear.
+    ``before`` is what the call ran with, ``given`` the arguments that it was seen with. Raises CannotEdit.
     """
     module = _parsed(source)
     calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
     around = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0) and _name(call) in LOADERS]
     found = [call for call in around if call.lineno == max(each.lineno for each in around)]
     if len(found) != 1:
-        raise Unclear(f"no single DataLoader(...) call stands at line {line}")
+        raise CannotEdit(f"no single DataLoader(...) call stands at line {line}")
     source = _with_keywords(source, module, found[0], wanted, before, DEFAULTS, given)
     makers = {
         node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and found[0] in ast.walk(node)
@@ -190,20 +190,20 @@ def edit_call(
 def edit_librarys_call(
     source: bytes, library: Library, wanted: Mapping[str, Any], before: Mapping[str, object]
 ) -> tuple[bytes, bool]:
-    """The source with ``wanted`` in the only call of the library's that takes it; as ``edit_call``. Raises Unclear."""
+    """As ``edit_call``, for the only call of the library that takes these settings. Raises CannotEdit."""
     module = _parsed(source)
     calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and _name(node) in library.functions]
     if len(calls) != 1:
-        raise Unclear(f"there is no single call of {library.call.partition('(')[0]} in this file")
+        raise CannotEdit(f"there is no single call of {library.call.partition('(')[0]} in this file")
     if any(keyword.arg is None for keyword in calls[0].keywords):
-        raise Unclear("its arguments are given as **arguments, which are not followed")
+        raise CannotEdit("its arguments are given as **arguments, which are not followed")
     theirs, were = (
         {library.names[name]: value for name, value in settings.items() if name in library.names}
         for settings in (wanted, before)
     )
     batch = library.names.get("batch_size")
     if batch in theirs and len(calls[0].args) > 2 and not any(keyword.arg == batch for keyword in calls[0].keywords):
-        raise Unclear(f"{batch} may be one of its arguments without a name")  # timm's third
+        raise CannotEdit(f"{batch} may be one of its arguments without a name")  # timm's third
     # What is not written there has the library's own default, which was in force.
     return _with_keywords(source, module, calls[0], theirs, were, were, ()), False
 
@@ -213,7 +213,7 @@ def _parsed(source: bytes) -> ast.Module:
         source.decode()
         return ast.parse(source)
     except (SyntaxError, ValueError) as error:
-        raise Unclear(f"the file does not parse as UTF-8: {error}") from error
+        raise CannotEdit(f"the file does not parse as UTF-8: {error}") from error
 
 
 def _with_keywords(
@@ -241,22 +241,22 @@ def _with_keywords(
         for which in (name, "num_workers") if name in NEED_WORKERS else (name,):
             keyword = written.get(which)
             if keyword is None and which in given:
-                raise Unclear(f"{which} is given to DataLoader(...) in a way that is not followed")
+                raise CannotEdit(f"{which} is given to DataLoader(...) in a way that is not followed")
             if keyword is not None and not isinstance(keyword.value, ast.Constant):
                 flag = _flag_of(module, keyword.value)
                 what = f"which {flag} sets on the command line" if flag else "not a number or a word"
-                raise Unclear(f"{which} is {ast.unparse(keyword.value)} there, {what}")
+                raise CannotEdit(f"{which} is {ast.unparse(keyword.value)} there, {what}")
         keyword = written.get(name)
         now = keyword.value.value if keyword is not None else defaults[name]  # type: ignore[attr-defined]
         if now == value:  # written since
             continue
         if _or_default(name, now) != _or_default(name, before.get(name, defaults[name])):
-            raise Unclear(f"{name} is {now!r} there, but {before.get(name)!r} was in force")
+            raise CannotEdit(f"{name} is {now!r} there, but {before.get(name)!r} was in force")
         if keyword is not None:
             splices.append((begins[keyword.value.lineno - 1] + keyword.value.col_offset, end_of(keyword), repr(value)))
             keyword.value = ast.Constant(value)
         elif last is None:
-            raise Unclear("the call has no arguments")
+            raise CannotEdit("the call has no arguments")
         else:
             added += f", {name}={value!r}"
             call.keywords.append(ast.keyword(name, ast.Constant(value)))
@@ -267,7 +267,7 @@ def _with_keywords(
     except (SyntaxError, ValueError):
         is_as_meant = False
     if not is_as_meant:
-        raise Unclear("the call is written in a way that is not changed by machine")
+        raise CannotEdit("the call is written in a way that is not changed by machine")
     return source
 
 

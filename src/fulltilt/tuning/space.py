@@ -78,7 +78,7 @@ def parse_allow(text: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def streams_alone(loader: LoaderRecord | None) -> bool:
+def is_unsplit_stream(loader: LoaderRecord | None) -> bool:
     """Whether a loader draws from a stream that may not be made for several workers: each would give all of it."""
     return loader is not None and loader.iterable and loader.num_workers <= 1
 

@@ -32,13 +32,13 @@ from fulltilt.tuning.space import (
     best_of,
     changes_data_set,
     is_made_each_epoch,
+    is_unsplit_stream,
     is_valid,
     rate,
     start_of,
-    streams_alone,
 )
 from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
-from fulltilt.tuning.trial.outcome import conclude
+from fulltilt.tuning.trial.outcome import trial_record
 from fulltilt.tuning.trial.run_trial import SCRATCH, recipe_flags, run_trial
 from fulltilt.tuning.trial.throughput import ANSWER_FILE, Answer, Assignment, Patience
 from fulltilt.tuning.verification import LEAST_PAIRS, next_verification, pairs_to_keep
@@ -143,7 +143,7 @@ class Study:
         """What may be tried, by what is known of the job so far."""
         return replace(
             self._space,
-            workers_stay=streams_alone(self.record.loader),
+            workers_stay=is_unsplit_stream(self.record.loader),
             may_persist=self.record.data_set_changes is None and not self.record.made_each_epoch,
             share_lock=self.record.lock is not None,
         )
@@ -208,7 +208,7 @@ class Study:
             run = store.load(folder)
         except FulltiltError as error:
             print(f"fulltilt: {error}", file=sys.stderr)
-        trial = conclude(attempt, ended, answer, run, start_of(self.trials), assignment.loader)
+        trial = trial_record(attempt, ended, answer, run, start_of(self.trials), assignment.loader)
         if attempt.purpose == "start" and run is not None and run.ranks:
             self.record = learned(self.record, run, self._arguments)
             store.write_json(self.folder.path / STUDY_FILE, self.record)

@@ -48,8 +48,8 @@ class Comparison:
     @property
     def decided(self) -> bool:
         """Whether more pairs could hardly change the answer."""
-        is_told = self.wins or self.high < WORTH
-        return (self.pairs >= LEAST_PAIRS and is_told) or self.pairs >= MOST_PAIRS
+        is_conclusive = self.wins or self.high < WORTH
+        return (self.pairs >= LEAST_PAIRS and is_conclusive) or self.pairs >= MOST_PAIRS
 
 
 def compare(trials: Sequence[Trial], candidate: Settings) -> Comparison | None:

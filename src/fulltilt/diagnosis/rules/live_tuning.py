@@ -24,7 +24,7 @@ from fulltilt.diagnosis.findings import (
 )
 from fulltilt.diagnosis.rules.worker_count import gain_without_wait
 from fulltilt.diagnosis.thresholds import THRESHOLDS
-from fulltilt.figures import capital, count, number, percent, times
+from fulltilt.figures import capital, count, loader_settings, number, percent, times
 from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord, Settings
 
 _INPUT = ("input_serial", "input_cpu_bound", "input_io_bound", "input_handover")
@@ -156,10 +156,8 @@ def on_trial(live: LiveRecord) -> Settings | None:
 
 def settings_words(settings: Settings) -> str:
     """``4 workers, prefetch 2``."""
-    if not settings.num_workers:
-        return "no workers"
-    pinned = ", pinned" if settings.pin_memory else ""
-    return f"{count('worker', settings.num_workers)}, prefetch {settings.prefetch_factor or _DEFAULT_PREFETCH}{pinned}"
+    prefetch = settings.prefetch_factor or _DEFAULT_PREFETCH
+    return loader_settings(settings.num_workers or 0, prefetch, settings.pin_memory)
 
 
 def live_settings(live: LiveRecord | None) -> tuple[tuple[str, Value], ...]:

@@ -18,7 +18,7 @@ from fulltilt.recorder.loaders.loader_stats import is_iterable
 from fulltilt.recorder.session import Session
 from fulltilt.records import LiveRecord
 from fulltilt.tuning.live.controller import Capacity
-from fulltilt.tuning.live.limits import DEFAULT, Limits
+from fulltilt.tuning.live.limits import DEFAULT, LiveLimits
 from fulltilt.tuning.live.measurement import Knobs
 from fulltilt.tuning.live.process import TunedProcess
 
@@ -40,7 +40,7 @@ def attach(session: Session) -> None:
 class Live(TunedProcess):
     """All loaders of a process that are tuned, one tuner each."""
 
-    def __init__(self, session: Session, limits: Limits = DEFAULT, exact: bool = False) -> None:
+    def __init__(self, session: Session, limits: LiveLimits = DEFAULT, exact: bool = False) -> None:
         super().__init__(session, limits, exact)
         self.tuners: dict[int, LoaderTuner | StreamTuner] = {}
         self._told: set[int] = set()  # loaders of which the other ranks know that they are left alone

@@ -38,7 +38,7 @@ from torch.utils.data import (
 )
 
 from fulltilt.recorder.user_code import owner
-from fulltilt.tuning.live.worker_pool import IndexQueue, WorkerPool
+from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool
 
 # What is rounded differently with one thread comes out the same now and then.
 MOST_BATCHES = 3
@@ -125,7 +125,7 @@ class BatchCheck:
             )
         self._state = pickled.digest
 
-    def begin(self, make: Callable[[int], WorkerPool]) -> None:
+    def begin(self, make: Callable[[int], LoaderPool]) -> None:
         """Have workers make the batches again, beside the training."""
         if self._serial:
             self._look_at_data_set()
@@ -139,7 +139,7 @@ class BatchCheck:
             self.thread = threading.Thread(target=self._compare, args=(pool,), name="fulltilt-check", daemon=True)
             self.thread.start()
 
-    def _compare(self, pool: WorkerPool) -> None:
+    def _compare(self, pool: LoaderPool) -> None:
         found = self.SAME
         try:
             for _, wanted in self._wanted:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes, shared_memory_bytes
 from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.recorder.session import Session
-from fulltilt.tuning.live.limits import DEFAULT, Limits
+from fulltilt.tuning.live.limits import DEFAULT, LiveLimits
 from fulltilt.tuning.live.measurement import Knobs, Seen
 from fulltilt.tuning.search import Bracket
 
@@ -28,33 +28,36 @@ def decide(
     seen: tuple[Seen, ...],
     capacity: Capacity,
     failed: tuple[Knobs, ...] = (),
-    untold: int = 0,
-    limits: Limits = DEFAULT,
+    undecided: int = 0,
+    limits: LiveLimits = DEFAULT,
 ) -> Knobs | Settle:
     """What to try next, after a few tries Settle. ``seen`` has the start first; ``failed`` are settings that broke.
 
-    ``untold``: how many tries more there were, of which it could not be told whether they pay.
+    ``undecided``: how many tries more there were, of which it could not be told whether they pay.
     """
     best = best_of(seen)
     if best.wait_share <= limits.enough_wait_share:
         return Settle("the loader is no longer the limit")
-    if len(seen) - 1 + len(failed) + untold >= limits.most_moves:
+    if len(seen) - 1 + len(failed) + undecided >= limits.most_moves:
         return Settle(f"{limits.most_moves} settings were tried")
-    most, what = most_workers(capacity, best.knobs.prefetch, limits)
+    most, what = most_workers(capacity, best.knobs.prefetch_factor, limits)
     # Batches a second that training could take if it never waited.
     ceiling = 1 / max(min(one.busy_s for one in seen), 1e-9)
-    tried = [*((one.knobs.workers, one.batches_per_s) for one in seen), *((knobs.workers, 0.0) for knobs in failed)]
+    tried = [
+        *((one.knobs.num_workers, one.batches_per_s) for one in seen),
+        *((knobs.num_workers, 0.0) for knobs in failed),
+    ]
     bracket = Bracket.of(tried, most, ceiling, seen[0].wait_share)
     workers = _next_workers(seen[0], len(seen) + len(failed), bracket, limits)
     if workers is not None:
-        return Knobs(workers, best.knobs.prefetch, best.knobs.pin or capacity.can_pin)
+        return Knobs(workers, best.knobs.prefetch_factor, best.knobs.pin_memory or capacity.can_pin)
     # Uneven batches empty a short queue now and then although the workers could keep up on average.
-    deeper = best.knobs._replace(prefetch=min(2 * best.knobs.prefetch, limits.most_prefetch))
+    deeper = best.knobs._replace(prefetch_factor=min(2 * best.knobs.prefetch_factor, limits.most_prefetch))
     known = {one.knobs[:2] for one in seen} | {other[:2] for other in failed}
-    once = best.knobs.prefetch == seen[0].knobs.prefetch and deeper[:2] not in known
-    if once and 0 < deeper.workers <= most_workers(capacity, deeper.prefetch, limits)[0]:
+    once = best.knobs.prefetch_factor == seen[0].knobs.prefetch_factor and deeper[:2] not in known
+    if once and 0 < deeper.num_workers <= most_workers(capacity, deeper.prefetch_factor, limits)[0]:
         return deeper
-    limit = f"; there is room for {most} workers ({what})" if best.knobs.workers >= most else ""
+    limit = f"; there is room for {most} workers ({what})" if best.knobs.num_workers >= most else ""
     return Settle(f"no other setting promises more{limit}")
 
 
@@ -63,13 +66,13 @@ def best_of(seen: tuple[Seen, ...]) -> Seen:
     return max(seen, key=lambda one: one.batches_per_s)
 
 
-def pays(before: Seen, trial: Seen, again: Seen, limits: Limits = DEFAULT) -> bool | None:
+def pays(before: Seen, trial: Seen, again: Seen, limits: LiveLimits = DEFAULT) -> bool | None:
     """Whether a change is worth keeping: faster than the settings in force were before the trial and are again behind
     it, by more than windows of one setting may differ, or as fast with fewer workers. None: it cannot be told, since
     those two differ by more than it gains.
     """
     low, high = sorted((before.batches_per_s, again.batches_per_s))
-    fewer = 0 < trial.knobs.workers < before.knobs.workers
+    fewer = 0 < trial.knobs.num_workers < before.knobs.num_workers
     if trial.batches_per_s > low and high - low > max(trial.batches_per_s - high, limits.paid_share * high):
         return None
     error = math.hypot(trial.spread, before.spread / 2, again.spread / 2)
@@ -77,7 +80,7 @@ def pays(before: Seen, trial: Seen, again: Seen, limits: Limits = DEFAULT) -> bo
     return trial.batches_per_s > (high if fewer else max((1 + limits.paid_share) * high, surely))
 
 
-def pays_clearly(before: Seen, trial: Seen, limits: Limits = DEFAULT) -> bool:
+def pays_clearly(before: Seen, trial: Seen, limits: LiveLimits = DEFAULT) -> bool:
     """Whether a change gains so much that the settings in force need not be measured again behind it."""
     return trial.batches_per_s >= limits.clear_gain * before.batches_per_s
 
@@ -93,15 +96,15 @@ def at_pace_of(again: Seen, before: Seen, trial: Seen, seen: tuple[Seen, ...]) -
     return *earlier, trial.times(during)
 
 
-def _next_workers(start: Seen, tried: int, bracket: Bracket, limits: Limits) -> int | None:
+def _next_workers(start: Seen, tried: int, bracket: Bracket, limits: LiveLimits) -> int | None:
     """The number of workers to try next: first a leap to where it may be enough, then beside the best so far."""
     if bracket.most < 1:
         return None
     if tried == 1 or not bracket.rates:
         half = max(1, round(bracket.most / 2))
-        each = bracket.one or start.batches_per_s / start.knobs.workers
+        each = bracket.one or start.batches_per_s / start.knobs.num_workers
         first = min(half, math.ceil(limits.worker_headroom * bracket.ceiling / each))
-        if first != start.knobs.workers:
+        if first != start.knobs.num_workers:
             return first
     return bracket.next_count()
 
@@ -132,7 +135,7 @@ class Capacity:
     can_pin: bool = False
 
 
-def most_workers(capacity: Capacity, prefetch: int, limits: Limits = DEFAULT) -> tuple[int, str]:
+def most_workers(capacity: Capacity, prefetch: int, limits: LiveLimits = DEFAULT) -> tuple[int, str]:
     """The most workers that a new pool may have beside what runs now, and what sets that limit."""
     share = max(capacity.cpu_share if capacity.cpu_share is not None else 1.0, 1 / limits.waiting_workers_per_cpu)
     what = "1 usable CPU" if capacity.cpus == 1 else f"{capacity.cpus:g} usable CPUs"

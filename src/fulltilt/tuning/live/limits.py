@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LiveLimits:
     """Shares are of the training thread's time; 0.1 is a tenth."""
 
     # -- when to act
@@ -43,4 +43,4 @@ class Limits:
     most_prefetch: int = 8  # deeper queues help no loader whose mean rate is too low
 
 
-DEFAULT = Limits()
+DEFAULT = LiveLimits()

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from fulltilt.figures import count, percent
+from fulltilt.figures import percent
 from fulltilt.records import LiveRecord
-from fulltilt.tuning.live.limits import DEFAULT, Limits
+from fulltilt.tuning.live.limits import DEFAULT, LiveLimits
 
 # A stop this many times as long as the usual one is no part of a step; a wait for a GPU some steps behind is.
 PAUSE_TIMES = 20.0
@@ -24,15 +24,9 @@ LOOK_EVERY_S = 0.25
 class Knobs(NamedTuple):
     """The settings of a loader that live tuning may change; none of them changes what is trained."""
 
-    workers: int
-    prefetch: int = 2
-    pin: bool = False
-
-
-def words(knobs: Knobs) -> str:
-    """Settings in a few words."""
-    workers = count("worker", knobs.workers)
-    return f"{workers}, prefetch {knobs.prefetch}{', pinned' if knobs.pin else ''}" if knobs.workers else workers
+    num_workers: int
+    prefetch_factor: int = 2
+    pin_memory: bool = False
 
 
 class Arrival(NamedTuple):
@@ -57,13 +51,13 @@ class Seen(NamedTuple):
         return self._replace(batches_per_s=self.batches_per_s * factor, busy_s=self.busy_s / factor)
 
 
-def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: Limits = DEFAULT) -> Seen | None:
+def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: LiveLimits = DEFAULT) -> Seen | None:
     """The rate of a stretch, pauses and what they let queue up left out; None when too little is left.
 
     Workers deliver in turns, so that batches come in bursts of as many: whole bursts are counted, and the scatter is
     taken between them. While a queue is used up training takes more than the workers make; what they make will last.
     """
-    size = max(knobs.workers, 1)
+    size = max(knobs.num_workers, 1)
     kept = _without_pauses(arrivals, knobs, limits)
     kept = kept[: len(kept) // size * size]
     if len(kept) < limits.least_batches:
@@ -83,7 +77,7 @@ def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: Limits = DEFAUL
     return Seen(knobs, rate, spread, 1 - rate * busy_s, busy_s)
 
 
-def _without_pauses(arrivals: Sequence[Arrival], knobs: Knobs, limits: Limits) -> list[Arrival]:
+def _without_pauses(arrivals: Sequence[Arrival], knobs: Knobs, limits: LiveLimits) -> list[Arrival]:
     if not arrivals:
         return []
     usual_s = statistics.median(arrival.busy_s for arrival in arrivals)
@@ -92,7 +86,7 @@ def _without_pauses(arrivals: Sequence[Arrival], knobs: Knobs, limits: Limits) -
     skip = 0
     for arrival in arrivals:
         if arrival.busy_s > longest_s:
-            skip = knobs.workers * knobs.prefetch + 1
+            skip = knobs.num_workers * knobs.prefetch_factor + 1
         if skip:
             skip -= 1
         else:
@@ -100,7 +94,7 @@ def _without_pauses(arrivals: Sequence[Arrival], knobs: Knobs, limits: Limits) -
     return kept
 
 
-def is_told(seen: Seen, best: float | None, limits: Limits = DEFAULT) -> bool:
+def is_conclusive(seen: Seen, best: float | None, limits: LiveLimits = DEFAULT) -> bool:
     """Whether a longer look could hardly change what is done next: a trial that clearly pays or does not, a start whose
     loader clearly is the limit."""
     low, high = (seen.batches_per_s * (1 + times * seen.spread) for times in (-2, 2))
@@ -109,7 +103,7 @@ def is_told(seen: Seen, best: float | None, limits: Limits = DEFAULT) -> bool:
     return low > best * (1 + limits.paid_share) or high < best
 
 
-def with_figures(record: LiveRecord, seen: Seen) -> LiveRecord:
+def with_rates(record: LiveRecord, seen: Seen) -> LiveRecord:
     """The record with what the settings in force give now. Those of the script are taken to have changed alike: what
     was gained is told by trials alone, not by a job that slows down or speeds up by itself."""
     before, wait_share = record.before_batches_per_s, record.before_wait_share
@@ -121,7 +115,7 @@ def with_figures(record: LiveRecord, seen: Seen) -> LiveRecord:
     return replace(record, batches_per_s=seen.batches_per_s, wait_share=seen.wait_share)
 
 
-def changed_by_itself(before: Seen, again: Seen) -> str:
+def pace_changed(before: Seen, again: Seen) -> str:
     """Why it cannot be told whether a trial between these two pays."""
     factor = again.batches_per_s / before.batches_per_s
     return f"the job itself became {percent(abs(factor - 1))} {'slower' if factor < 1 else 'faster'} meanwhile"
@@ -140,10 +134,10 @@ def with_outcome(
     return replace(record, moves=(*earlier, ended))
 
 
-class Window:
+class MeasurementWindow:
     """Collects the batches that come under one setting until they say enough about it."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, limits: LiveLimits, clock: Callable[[], float] = time.perf_counter) -> None:
         self._limits = limits
         self._clock = clock
         self.begin(Knobs(0), limits.warm_up_batches)
@@ -173,7 +167,7 @@ class Window:
                 self._skip_until_s = now_s + self._limits.settle_s
             self._skipped += 1
             # Each worker gets something to do first: one that has nothing to do yet gives nothing.
-            is_over = now_s >= self._skip_until_s and self._skipped >= self._knobs.workers
+            is_over = now_s >= self._skip_until_s and self._skipped >= self._knobs.num_workers
             self._skip = 0 if is_over else self._skip - 1
             return None
         if not self._arrivals:
@@ -186,5 +180,5 @@ class Window:
         seen = summarize(self._knobs, self._arrivals, self._limits)
         if seen is None:
             return None
-        is_enough = seen.spread <= self._limits.spread or is_told(seen, self._best, self._limits)
+        is_enough = seen.spread <= self._limits.spread or is_conclusive(seen, self._best, self._limits)
         return seen if is_enough or now_s >= self._end_s else None

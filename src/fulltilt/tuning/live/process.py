@@ -19,31 +19,31 @@ from fulltilt.recorder.loaders.workers import allowed_cpus
 from fulltilt.recorder.session import Session
 from fulltilt.records import Settings
 from fulltilt.tuning.live.controller import Capacity, measure_capacity
-from fulltilt.tuning.live.limits import Limits
+from fulltilt.tuning.live.limits import LiveLimits
 from fulltilt.tuning.live.measurement import Knobs
-from fulltilt.tuning.live.ranks import Ranks, Report
+from fulltilt.tuning.live.rank_reports import RankReports, Report
 from fulltilt.tuning.space import rid_of_none
 
 
 class TunedProcess:
     """A process whose loaders are tuned."""
 
-    def __init__(self, session: Session, limits: Limits, exact: bool) -> None:
+    def __init__(self, session: Session, limits: LiveLimits, exact: bool) -> None:
         self.session = session
         self.limits = limits
         self.exact = exact
         self._t0_s = int(os.environ.get(attached.T0_NS) or time.perf_counter_ns()) * 1e-9
         self._found_for: str | None = None  # the loader whose settings were found last
         self._lock = threading.Lock()  # the observer's thread asks for the ranks, too
-        self._ranks: Ranks | None = None
+        self._ranks: RankReports | None = None
 
     @property
-    def ranks(self) -> Ranks | None:
+    def ranks(self) -> RankReports | None:
         """How the ranks of this job agree; None in a job of one, and before the ranks have met."""
         notes = self.session.state
         with self._lock:
             if self._ranks is None and notes.group is not None:
-                self._ranks = Ranks(Path(self.session.recorder.folder), notes.group, notes.rank, notes.world_size)
+                self._ranks = RankReports(Path(self.session.recorder.folder), notes.group, notes.rank, notes.world_size)
             return self._ranks
 
     def is_alone(self) -> bool:

@@ -19,17 +19,17 @@ from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import Pickled, file_positions, kept_generators, reason_against
 from fulltilt.tuning.live.controller import at_pace_of, pays
-from fulltilt.tuning.live.limits import Limits
+from fulltilt.tuning.live.limits import LiveLimits
+from fulltilt.tuning.live.loader_pool import copy_of, knobs_of
 from fulltilt.tuning.live.measurement import (
     Arrival,
     Seen,
-    changed_by_itself,
+    pace_changed,
     summarize,
-    with_figures,
     with_outcome,
+    with_rates,
 )
 from fulltilt.tuning.live.process import TunedProcess
-from fulltilt.tuning.live.worker_pool import copy_of, knobs_of
 
 CARRIED_OVER = "what its data set holds changes as it is read, and a worker would not carry it into the next pass"
 COMES_OUT_DIFFERENT = "its batches come out different in a worker, or in another order"
@@ -72,7 +72,7 @@ class StreamTuner:
         elif (seen := last.seen(self._process.limits)) is None:
             return  # it was left early, or too short
         elif self._own is None:
-            self.record = with_figures(self.record, seen)
+            self.record = with_rates(self.record, seen)
             earlier, self._began = self._began, last.began
             if seen.wait_share <= self._process.limits.enough_wait_share:
                 self._settle("settled", "the loader is no longer the limit", 0)
@@ -96,8 +96,8 @@ class StreamTuner:
 
     def _end_trial(self, own: Seen, seen: Seen, again: Seen) -> None:
         paid = pays(own, seen, again, self._process.limits)
-        why = changed_by_itself(own, again) if paid is None else None
-        self.record = with_figures(with_outcome(self.record, "kept" if paid else "returned", seen, why), again)
+        why = pace_changed(own, again) if paid is None else None
+        self.record = with_rates(with_outcome(self.record, "kept" if paid else "returned", seen, why), again)
         if paid:
             *_, now = at_pace_of(again, own, seen, (own,))
             self.record = replace(self.record, batches_per_s=now.batches_per_s, wait_share=now.wait_share)
@@ -164,9 +164,9 @@ class StreamPass:
         self._left_s = time.perf_counter()
         return batch
 
-    def seen(self, limits: Limits) -> Seen | None:
+    def seen(self, limits: LiveLimits) -> Seen | None:
         """What the pass gave; None where it was left early or is too short. The first steps of all warm up."""
-        skipped = 0 if self._knobs.workers else limits.warm_up_batches
+        skipped = 0 if self._knobs.num_workers else limits.warm_up_batches
         return summarize(self._knobs, self._arrivals[skipped:], limits) if self._has_ended else None
 
     def _compare_with(self, digest: bytes, positions: dict[tuple[int, str], int]) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from fulltilt.tuning.live.batch_check import BatchCheck
+from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool, is_of_data_set, sampler_of
 from fulltilt.tuning.live.measurement import Arrival, Knobs
-from fulltilt.tuning.live.worker_pool import IndexQueue, WorkerPool, is_of_data_set, sampler_of
 
 
 class Tuner(Protocol):
@@ -38,7 +38,7 @@ class Tuner(Protocol):
     def make_here(self, source: SwitchingIterator, indices: Any) -> tuple[Any, Any]:
         """A batch, made in the training process."""
 
-    def replace_failed(self, source: SwitchingIterator, pool: WorkerPool, error: Exception) -> WorkerPool:
+    def replace_failed(self, source: SwitchingIterator, pool: LoaderPool, error: Exception) -> LoaderPool:
         """The pool that goes on where this one broke."""
 
     def broke(self, error: Exception) -> None:
@@ -55,9 +55,9 @@ class SwitchingIterator:
         self.loader = loader
         self.ended = True
         self._tuner = tuner
-        self._line: deque[WorkerPool] = deque()
+        self._line: deque[LoaderPool] = deque()
 
-    def begin_pass(self, queue: IndexQueue, pool: WorkerPool, at_once: bool) -> None:
+    def begin_pass(self, queue: IndexQueue, pool: LoaderPool, at_once: bool) -> None:
         """Begin a pass with this pool; not ``at_once``: when the first batch is asked for."""
         self.ended = False
         self.queue = queue
@@ -82,7 +82,7 @@ class SwitchingIterator:
 
     @property
     def _num_workers(self) -> int:  # torch's name: the loader's tap reads it
-        return self._line[0].knobs.workers
+        return self._line[0].knobs.num_workers
 
     def __next__(self) -> Any:
         if self.ended:
@@ -124,7 +124,7 @@ class SwitchingIterator:
                 continue
             try:
                 # No worker before it has more than the batch in its hands: from here on CPUs would idle.
-                if not last.is_serving and (pool is last or len(pool.owed) <= pool.knobs.workers):
+                if not last.is_serving and (pool is last or len(pool.owed) <= pool.knobs.num_workers):
                     last.serve(self.queue)
             except Exception as error:
                 self._recover(last, error)
@@ -140,7 +140,7 @@ class SwitchingIterator:
                 if (made := self._recover(pool, error)) is not None:
                     return made
 
-    def _recover(self, pool: WorkerPool, error: Exception) -> tuple[Any, Any] | None:
+    def _recover(self, pool: LoaderPool, error: Exception) -> tuple[Any, Any] | None:
         """What the script gets where a pool raised: the error, or a batch made otherwise; None: another pool goes on.
 
         Without workers of its own, the script gets the error that its data set raises in the training process.
@@ -148,7 +148,7 @@ class SwitchingIterator:
         made = None
         is_the_scripts = self.queue.failed or pool.is_scripts_own
         if is_the_scripts or is_of_data_set(error):
-            if is_the_scripts or self._tuner.user.workers:
+            if is_the_scripts or self._tuner.user.num_workers:
                 try:
                     raise error
                 finally:
@@ -172,11 +172,11 @@ class SwitchingIterator:
         return len(self._line) == 1
 
     @property
-    def pool(self) -> WorkerPool | None:
+    def pool(self) -> LoaderPool | None:
         """The pool that takes indices from now on."""
         return self._line[-1] if self._line else None
 
-    def hand_over(self, pool: WorkerPool) -> None:
+    def hand_over(self, pool: LoaderPool) -> None:
         """Let another pool go on behind the batches under way."""
         self._line[-1].close()
         self._line.append(pool)

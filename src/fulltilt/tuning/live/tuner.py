@@ -20,27 +20,14 @@ from typing import Any
 import torch
 
 from fulltilt.errors import FulltiltError
+from fulltilt.figures import loader_settings
 from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import BatchCheck, reason_against, reason_of_sampler, short
 from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, best_of, decide, pays, pays_clearly
-from fulltilt.tuning.live.measurement import (
-    LOOK_EVERY_S,
-    Arrival,
-    Knobs,
-    Seen,
-    Window,
-    changed_by_itself,
-    with_figures,
-    with_outcome,
-    words,
-)
-from fulltilt.tuning.live.process import TunedProcess
-from fulltilt.tuning.live.ranks import Report
-from fulltilt.tuning.live.switching_iterator import SwitchingIterator
-from fulltilt.tuning.live.worker_pool import (
+from fulltilt.tuning.live.loader_pool import (
     IndexQueue,
-    WorkerPool,
+    LoaderPool,
     copy_of,
     is_of_data_set,
     knobs_of,
@@ -48,6 +35,19 @@ from fulltilt.tuning.live.worker_pool import (
     shuffler_of,
     starts_slowly,
 )
+from fulltilt.tuning.live.measurement import (
+    LOOK_EVERY_S,
+    Arrival,
+    Knobs,
+    MeasurementWindow,
+    Seen,
+    pace_changed,
+    with_outcome,
+    with_rates,
+)
+from fulltilt.tuning.live.process import TunedProcess
+from fulltilt.tuning.live.rank_reports import Report
+from fulltilt.tuning.live.switching_iterator import SwitchingIterator
 from fulltilt.tuning.space import LOADER_SETTINGS
 
 # Far from the seeds that torch gives the workers of one pool, one after the other.
@@ -79,7 +79,7 @@ class LoaderTuner:
         self.drawn = 0  # batches, over all passes
         self._process = process
         self._limits = process.limits
-        self._window = Window(process.limits)
+        self._window = MeasurementWindow(process.limits)
         self._left_alone = self._is_known = False
         self._reported, self._batches_per_s, self._key = 0, 0.0, ""
         self._look_at_s = 0.0
@@ -88,9 +88,9 @@ class LoaderTuner:
         self._persistent: SwitchingIterator | None = None  # keeps the source of a loader whose workers persist
         self._seed_state = torch.Generator().get_state()
         self._seed = self._made = 0
-        self._begin_anew(Knobs(0), persists=False)
+        self._reset(Knobs(0), persists=False)
 
-    def _begin_anew(self, user: Knobs, persists: bool, cost_s: float = 0.0) -> None:
+    def _reset(self, user: Knobs, persists: bool, cost_s: float = 0.0) -> None:
         """With a loader of which nothing is known but the script's own settings."""
         self.user = self.in_force = self._wanted = user
         self._persists = persists
@@ -101,7 +101,7 @@ class LoaderTuner:
         self._seen: tuple[Seen, ...] = ()
         self._tried: Seen | None = None  # what a trial gave, until the settings in force are measured again
         self._failed: tuple[Knobs, ...] = ()
-        self._untold: tuple[Knobs, ...] = ()  # tried once, and it could not be told whether they pay
+        self._undecided: tuple[Knobs, ...] = ()  # tried once, and it could not be told whether they pay
         own = self._settings(user)
         self.record = LiveRecord(self.tap.loader_id, "watching", WATCHED, own, own, cost_s=cost_s)
         self._window.begin(user, self._limits.warm_up_batches)
@@ -127,7 +127,7 @@ class LoaderTuner:
         if self._check is not None:
             self._check.begin_pass()
         queue = self._begin_queue(loader, first=not goes_on)
-        source.begin_pass(queue, source.pool or self._pool_in_force(source), at_once=self.user.workers > 0)
+        source.begin_pass(queue, source.pool or self._pool_in_force(source), at_once=self.user.num_workers > 0)
         return source
 
     def _adopt(self, loader: Any) -> None:
@@ -144,7 +144,7 @@ class LoaderTuner:
             self._persists = persists
         elif not same:
             self._is_known = True
-            self._begin_anew(user, persists, self.record.cost_s)
+            self._reset(user, persists, self.record.cost_s)
             self._note_in_force()
             if (reason := reason_against(loader)) is not None:
                 self.leave_alone(reason)
@@ -166,11 +166,11 @@ class LoaderTuner:
             self._seed_state = (loader.generator or torch.default_generator).get_state()
             self._seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
             self._made = 0
-            if self.user.workers:
+            if self.user.num_workers:
                 indices = iter(sampler)
         return IndexQueue(indices, sampler)
 
-    def _pool_in_force(self, source: SwitchingIterator) -> WorkerPool:
+    def _pool_in_force(self, source: SwitchingIterator) -> LoaderPool:
         """A pool with the settings in force; a trial goes on in the next pass."""
         if not self._is_trying:
             return self._make(source, self.in_force)
@@ -237,7 +237,7 @@ class LoaderTuner:
 
     def _with_pass_start(self, source: SwitchingIterator, seen: Seen) -> Seen:
         """Workers that end with their pass are started anew for the next: each batch bears its part of that."""
-        workers = seen.knobs.workers
+        workers = seen.knobs.num_workers
         try:
             batches = len(source)
         except TypeError:
@@ -306,15 +306,15 @@ class LoaderTuner:
                     source.pool.on_trial = False
                 self._judge(agreed.seen, self._to_beat)
             elif self._tried is not None:
-                self.record = with_figures(self.record, agreed.seen)
+                self.record = with_rates(self.record, agreed.seen)
                 self._judge(self._tried, agreed.seen)
             else:
-                self.record = with_figures(self.record, agreed.seen)
+                self.record = with_rates(self.record, agreed.seen)
                 self._seen = (*self._seen, agreed.seen)
             self._decide(source, agreed.capacity)
 
     def _decide(self, source: SwitchingIterator, capacity: Capacity) -> None:
-        move = decide(self._seen, capacity, self._failed, len(self._untold), self._limits)
+        move = decide(self._seen, capacity, self._failed, len(self._undecided), self._limits)
         if isinstance(move, Settle):
             self.phase = Phase.DONE
             self._note("settled", move.why)
@@ -323,7 +323,7 @@ class LoaderTuner:
             return
         self._wanted, self.phase = move, Phase.CHECKING
         if self._check is None:
-            self._check = BatchCheck(source.loader.dataset, source.loader.collate_fn, serial=not self.user.workers)
+            self._check = BatchCheck(source.loader.dataset, source.loader.collate_fn, serial=not self.user.num_workers)
             self._note("watching", "checking that workers make the same batches")
 
     # ------------------------------------------------------------------ trials
@@ -332,10 +332,10 @@ class LoaderTuner:
         """Let a pool with the wanted settings go on behind what is under way."""
         knobs = self._wanted
         move = LiveMove(self._settings(knobs), self._process.now_s(), batch=self.drawn)
-        self._note("trying", f"trying {words(knobs)}", moves=(*self.record.moves, move))
+        self._note("trying", f"trying {loader_settings(*knobs)}", moves=(*self.record.moves, move))
         self.phase, self._is_trying = Phase.TRYING, True
-        self._window.begin(knobs, knobs.workers * knobs.prefetch, self._to_beat.batches_per_s)
-        self.tap.serving_workers = knobs.workers
+        self._window.begin(knobs, knobs.num_workers * knobs.prefetch_factor, self._to_beat.batches_per_s)
+        self.tap.serving_workers = knobs.num_workers
         source.hand_over(self._pool_in_force(source))
 
     @property
@@ -347,32 +347,32 @@ class LoaderTuner:
         """Behind a trial: the settings in force once more."""
         self.phase, self._is_trying, self._tried = Phase.WATCHING, False, seen
         self.record = with_outcome(self.record, "trying", seen)
-        self._window.begin(self.in_force, self.in_force.workers * self.in_force.prefetch, seen.batches_per_s)
+        self._window.begin(self.in_force, self.in_force.num_workers * self.in_force.prefetch_factor, seen.batches_per_s)
         source.hand_over(self._pool_in_force(source))
         self._note_in_force()
 
     def _judge(self, trial: Seen, again: Seen) -> None:
-        """Keep what was tried, if it is faster than the settings in force were before it and are behind it."""
-        before, self._tried = self._to_beat, None
+        """Keep the trial's settings if they are faster than those in force, measured before and after the trial."""
+        before, self._tried, tried = self._to_beat, None, loader_settings(*trial.knobs)
         paid = pays(before, trial, again, self._limits)
         *others, now = at_pace_of(again, before, trial, self._seen)
-        if paid is None and trial.knobs not in self._untold:  # it may be tried once more
-            self._untold, self._seen = (*self._untold, trial.knobs), tuple(others)
+        if paid is None and trial.knobs not in self._undecided:  # it may be tried once more
+            self._undecided, self._seen = (*self._undecided, trial.knobs), tuple(others)
         else:
             self._seen = (*others, now)
         if paid:
             self.in_force = trial.knobs
             self.record = with_outcome(self.record, "kept", trial)
             figures = {"batches_per_s": now.batches_per_s, "wait_share": now.wait_share}
-            self._note("watching", f"{words(trial.knobs)} paid", settings=self._settings(trial.knobs), **figures)
+            self._note("watching", f"{tried} paid", settings=self._settings(trial.knobs), **figures)
             self._process.write(self.tap.where, self.record.settings)
             self._note_in_force()
         else:
-            why = None if paid is False else changed_by_itself(before, again)
+            why = None if paid is False else pace_changed(before, again)
             self.record = with_outcome(self.record, "returned", trial, why)
-            self._note("watching", f"{words(trial.knobs)} did not pay{'' if why is None else f' for certain: {why}'}")
+            self._note("watching", f"{tried} did not pay{'' if why is None else f' for certain: {why}'}")
 
-    def _make(self, source: SwitchingIterator, knobs: Knobs, metered: bool = True) -> WorkerPool:
+    def _make(self, source: SwitchingIterator, knobs: Knobs, metered: bool = True) -> LoaderPool:
         """A pool, with patience for batches that take as long as those seen so far."""
         self._made += 1
         generator = torch.Generator()
@@ -380,28 +380,30 @@ class LoaderTuner:
             generator.set_state(self._seed_state)
         else:
             generator.manual_seed((self._seed + SEED_STEP * self._made) % 2**63)
-        batch_s = max(knobs.workers, 1) / best_of(self._seen).batches_per_s if self._seen else 0.0
+        batch_s = max(knobs.num_workers, 1) / best_of(self._seen).batches_per_s if self._seen else 0.0
         start_s = self._limits.spawn_s if starts_slowly(source.loader) else self._limits.batch_s
         patience_s = math.ceil(max(start_s, self._limits.batch_times * batch_s))
         meter = (
             partial(self._process.session.loaders.start_workers, stats=self.tap) if metered else lambda start: start()
         )
         own = knobs == self.user and metered
-        return WorkerPool(source.loader, knobs, generator, self._iterate, meter, None if own else patience_s)
+        return LoaderPool(source.loader, knobs, generator, self._iterate, meter, None if own else patience_s)
 
     # ------------------------------------------------------------------ when something is wrong
 
-    def replace_failed(self, source: SwitchingIterator, pool: WorkerPool, error: Exception) -> WorkerPool:
+    def replace_failed(self, source: SwitchingIterator, pool: LoaderPool, error: Exception) -> LoaderPool:
         """The pool that goes on where one of ours broke: with the best settings so far, or with the script's own."""
         if pool.on_trial and self.phase is Phase.TRYING:
             pool.on_trial = False
             self._trial_failed(source, short(error))
-            if is_of_data_set(error) and not self.user.workers:
+            if is_of_data_set(error) and not self.user.num_workers:
                 self.leave_alone(f"its data set works in the training process only ({short(error)})")
             else:
                 self._report(source, failed=short(error))
         else:
-            self.leave_alone(f"{words(pool.knobs)} failed ({short(error)}): back to the script's own settings")
+            self.leave_alone(
+                f"{loader_settings(*pool.knobs)} failed ({short(error)}): back to the script's own settings"
+            )
         return self._make(source, self.in_force)
 
     def _trial_failed(self, source: SwitchingIterator, why: str) -> None:
@@ -416,7 +418,7 @@ class LoaderTuner:
 
     def make_here(self, source: SwitchingIterator, indices: Any) -> tuple[Any, Any]:
         """A batch, made in the training process. Raises what the script's data set raises there."""
-        pool = self._make(source, self.user._replace(workers=0))
+        pool = self._make(source, self.user._replace(num_workers=0))
         pool.serve(IndexQueue(iter([indices])))
         return pool.draw()
 
@@ -446,17 +448,17 @@ class LoaderTuner:
     def _settings(self, knobs: Knobs) -> Settings:
         """Settings as files and records have them. Whether workers persist is the script's own choice."""
         return Settings(
-            num_workers=knobs.workers,
-            prefetch_factor=knobs.prefetch if knobs.workers else None,
-            pin_memory=knobs.pin,
-            persistent_workers=self._persists if knobs.workers else None,
+            num_workers=knobs.num_workers,
+            prefetch_factor=knobs.prefetch_factor if knobs.num_workers else None,
+            pin_memory=knobs.pin_memory,
+            persistent_workers=self._persists if knobs.num_workers else None,
         )
 
     def _note_in_force(self) -> None:
         settings = self._settings(self.in_force)
         self.tap.in_force = {name: getattr(settings, name) for name in LOADER_SETTINGS}
         self.tap.in_force["persistent_workers"] = bool(settings.persistent_workers)
-        self.tap.serving_workers = self.in_force.workers
+        self.tap.serving_workers = self.in_force.num_workers
 
     def _note(self, state: str, why: str, **more: Any) -> None:
         self.record = replace(self.record, state=state, why=why, **more)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from typing import Any, Literal
 Kind = Literal["namespace", "landlock", "none"]
 # For tests: which of the means to use, whatever the system has.
 FORCED = "FULLTILT_TRIAL_ISOLATION"
-TOLD = {
+SENTENCES = {
     "namespace": "trials change none of your files: each one writes into a scratch folder laid over them (overlayfs)",
     "landlock": (
         "trials may write into their scratch folder only (Landlock); torch.save, safetensors and save_pretrained are "
@@ -63,7 +63,7 @@ class Isolation:
     @property
     def sentence(self) -> str:
         """What the user is told."""
-        return TOLD[self.kind]
+        return SENTENCES[self.kind]
 
     def scratch(self) -> Path:
         """A new private folder for what one trial writes; `remove_scratch` takes it away."""
@@ -126,7 +126,7 @@ def choose(in_place: bool = False) -> tuple[Isolation | None, list[str]]:
     reasons: dict[str, None] = {}
     for isolation in (*namespaces, Isolation("landlock")):
         if forced in (None, isolation.kind):
-            if (why_not := _try_out(isolation)) is None:
+            if (why_not := _probe(isolation)) is None:
                 return isolation, []
             reasons[why_not] = None
     return None, list(reasons)
@@ -144,7 +144,7 @@ else:
 """
 
 
-def _try_out(isolation: Isolation) -> str | None:
+def _probe(isolation: Isolation) -> str | None:
     """Why the isolation does not work here; None where it does."""
     scratch, place = isolation.scratch(), Path(tempfile.mkdtemp(prefix="fulltilt-probe-"))
     try:
@@ -192,7 +192,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def kill_below(pid: int) -> None:
+def kill_descendants(pid: int) -> None:
     """Kill everything below a process, also what is started meanwhile."""
     for _ in range(20):
         below = descendants(pid)
@@ -212,7 +212,7 @@ def kill_below(pid: int) -> None:
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
-def _call(what: str, function: str, *arguments: object) -> int:
+def _libc_call(what: str, function: str, *arguments: object) -> int:
     """Call a function of the C library. Raises OSError that says what was refused."""
     given = [argument.encode() if isinstance(argument, str) else argument for argument in arguments]
     result = getattr(_libc, function)(*given)
@@ -224,7 +224,7 @@ def _call(what: str, function: str, *arguments: object) -> int:
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     what = f"mount {kind or 'bind'} on {target}"
-    _call(what, "mount", source, target, kind, ctypes.c_ulong(flags), options)
+    _libc_call(what, "mount", source, target, kind, ctypes.c_ulong(flags), options)
 
 
 def _main(plan: dict[str, Any], command: list[str]) -> int:
@@ -233,31 +233,31 @@ def _main(plan: dict[str, Any], command: list[str]) -> int:
     All forks happen here, before torch is there: a child of a process with a pool of threads may hang in it. This
     process itself stays outside of the isolation: a mount could not be removed from within.
     """
-    signal.signal(signal.SIGTERM, lambda *_: _end(plan))
-    _call("prctl", "prctl", PR_SET_CHILD_SUBREAPER, 1)
-    _call("prctl", "prctl", PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: _kill_and_clean_up(plan))
+    _libc_call("prctl", "prctl", PR_SET_CHILD_SUBREAPER, 1)
+    _libc_call("prctl", "prctl", PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != plan["study"]:
         return 1
     job = os.fork()
     if job == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os._exit(_become(plan, command))
+        os._exit(_exec_isolated(plan, command))
     while True:  # orphans are reaped on the way
         ended, status = os.wait()
         if ended == job:
-            kill_below(os.getpid())
+            kill_descendants(os.getpid())
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
 
 
-def _become(plan: dict[str, Any], command: list[str]) -> int:
+def _exec_isolated(plan: dict[str, Any], command: list[str]) -> int:
     """Isolate this process and let it go on as the command. Returns the exit status where that fails."""
     try:
         if plan["kind"] == "namespace":
             _enter_namespaces(plan["with_user"])
-            _lay_over(plan)
+            _mount_overlays(plan)
         elif plan["kind"] == "landlock":
-            _restrict([plan["scratch"], *plan["writable"], "/dev", "/proc"])
+            _apply_landlock([plan["scratch"], *plan["writable"], "/dev", "/proc"])
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         print(f"fulltilt: this trial cannot be kept from your files: {error.strerror}{where}", file=sys.stderr)
@@ -269,9 +269,9 @@ def _become(plan: dict[str, Any], command: list[str]) -> int:
         return 127
 
 
-def _end(plan: dict[str, Any]) -> None:
+def _kill_and_clean_up(plan: dict[str, Any]) -> None:
     """The study was killed: so is its trial, and nothing of it stays."""
-    kill_below(os.getpid())
+    kill_descendants(os.getpid())
     for folder in plan["temporary"]:
         remove_scratch(Path(folder))
     os._exit(1)
@@ -279,13 +279,13 @@ def _end(plan: dict[str, Any]) -> None:
 
 def _enter_namespaces(with_user: bool) -> None:
     uid, gid = os.geteuid(), os.getegid()
-    _call("a new mount namespace", "unshare", CLONE_NEWNS | (CLONE_NEWUSER if with_user else 0))
+    _libc_call("a new mount namespace", "unshare", CLONE_NEWNS | (CLONE_NEWUSER if with_user else 0))
     if with_user:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             Path(f"/proc/self/{name}").write_text(text)
 
 
-def _lay_over(plan: dict[str, Any]) -> None:
+def _mount_overlays(plan: dict[str, Any]) -> None:
     """Lay an empty, writable layer over every folder that is not the system's; all else becomes read-only."""
     scratch, writable, with_user = plan["scratch"], dict(enumerate(plan["writable"])), plan["with_user"]
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
@@ -309,7 +309,7 @@ def _lay_over(plan: dict[str, Any]) -> None:
         _make_read_only(point)
     for number, target in enumerate(covered):
         try:
-            _cover(target, f"{home}/{number}", with_user)
+            _prepare_cover(target, f"{home}/{number}", with_user)
         except OSError:
             if any(_is_below(path, [target]) for path in needed):
                 raise
@@ -328,12 +328,12 @@ def _private_shared_memory(layer: str, with_user: bool) -> None:
     os.mkdir(layer)
     _mount("tmpfs", layer, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={found.f_blocks * found.f_frsize}")
     if any(os.path.isdir(f"/dev/shm/{name}") for name in os.listdir("/dev/shm")):
-        _cover("/dev/shm", f"{layer}/cover", with_user)
+        _prepare_cover("/dev/shm", f"{layer}/cover", with_user)
         layer = f"{layer}/cover/merged"
     _mount(layer, "/dev/shm", None, MS_MOVE)
 
 
-def _cover(target: str, layer: str, with_user: bool) -> None:
+def _prepare_cover(target: str, layer: str, with_user: bool) -> None:
     """Prepare what will stand at ``target``: an overlay over the folder, or the file itself, read-only."""
     os.mkdir(layer)
     if not os.path.isdir(target):
@@ -377,17 +377,17 @@ def _make_read_only(point: str) -> None:
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY, 0, 0, 0)
     number, size = ctypes.c_long(SYS_MOUNT_SETATTR), ctypes.c_size_t(ctypes.sizeof(attributes))
     try:
-        _call(f"making {point} read-only", "syscall", number, -100, point, 0, attributes, size)
+        _libc_call(f"making {point} read-only", "syscall", number, -100, point, 0, attributes, size)
     except OSError as error:
         # Hidden below another mount, or where this user cannot go: nor can the trial.
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EINVAL):
             raise
 
 
-def _restrict(writable: Sequence[str]) -> None:
+def _apply_landlock(writable: Sequence[str]) -> None:
     """Landlock: from now on this process and all below it may write, make and remove only below ``writable``."""
     number = ctypes.c_long(SYS_LANDLOCK)
-    version = _call("Landlock", "syscall", number, None, ctypes.c_size_t(0), 1)
+    version = _libc_call("Landlock", "syscall", number, None, ctypes.c_size_t(0), 1)
     # Writing; removing and making files and folders; moving between folders; truncating.
     rights = (
         1 << 1
@@ -396,14 +396,14 @@ def _restrict(writable: Sequence[str]) -> None:
         | (1 << 14 if version >= 3 else 0)
     )
     handled = ctypes.c_uint64(rights)
-    rules = _call("Landlock", "syscall", number, ctypes.byref(handled), ctypes.c_size_t(8), 0)
+    rules = _libc_call("Landlock", "syscall", number, ctypes.byref(handled), ctypes.c_size_t(8), 0)
     for path in writable:
         place = os.open(path, os.O_PATH)
         rule = ctypes.create_string_buffer(rights.to_bytes(8, sys.byteorder) + place.to_bytes(4, sys.byteorder), 12)
-        _call("Landlock", "syscall", ctypes.c_long(SYS_LANDLOCK + 1), rules, 1, rule, 0)
+        _libc_call("Landlock", "syscall", ctypes.c_long(SYS_LANDLOCK + 1), rules, 1, rule, 0)
         os.close(place)
-    _call("Landlock", "prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _call("Landlock", "syscall", ctypes.c_long(SYS_LANDLOCK + 2), rules, 0)
+    _libc_call("Landlock", "prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _libc_call("Landlock", "syscall", ctypes.c_long(SYS_LANDLOCK + 2), rules, 0)
 
 
 if __name__ == "__main__":

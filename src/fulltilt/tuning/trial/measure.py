@@ -35,8 +35,8 @@ from fulltilt.tuning.trial.throughput import (
     ASSIGNMENT,
     Answer,
     Assignment,
-    Block,
     BlockTimer,
+    StepBlock,
     StepSnapshot,
     block_between,
     is_enough,
@@ -58,10 +58,10 @@ SAVERS = (
 def attach(session: Session) -> None:
     """Called by the recorder in each process of a trial that has imported torch."""
     if path := os.environ.get(ASSIGNMENT):
-        Measuring(session, sys.modules["torch"], store.read_record(Path(path), Assignment)).install()
+        TrialMeasurement(session, sys.modules["torch"], store.read_record(Path(path), Assignment)).install()
 
 
-class Measuring:
+class TrialMeasurement:
     """One trial from its first step to its end."""
 
     def __init__(self, session: Session, torch: Any, assignment: Assignment) -> None:
@@ -77,7 +77,7 @@ class Measuring:
         self._timer = BlockTimer(assignment.patience.block_s, self._timed)
         self._sources: dict[int, weakref.ref[Any]] = {}
         self._pending: list[tuple[StepSnapshot, StepSnapshot]] = []
-        self._blocks: list[Block] = []
+        self._blocks: list[StepBlock] = []
         self._loss: Any = None
         self._losses: list[Any] = []
         self._answered = False

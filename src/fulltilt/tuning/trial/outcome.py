@@ -29,7 +29,7 @@ _USAGE = re.compile(r"^(\S+: error: .*)$", re.MULTILINE)
 _REFUSED = re.compile(r"\[Errno (?:13|30)\] [^']*'([^']+)'")
 
 
-def conclude(
+def trial_record(
     attempt: Attempt,
     ended: Ended,
     answer: Answer,

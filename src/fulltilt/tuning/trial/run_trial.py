@@ -18,7 +18,7 @@ from fulltilt.probes.host import HostProbe
 from fulltilt.probes.sampler import Sampler
 from fulltilt.recorder import attach
 from fulltilt.records import RunRecord, Sample, Settings
-from fulltilt.tuning.trial.isolation import Isolation, kill_below, remove_scratch
+from fulltilt.tuning.trial.isolation import Isolation, kill_descendants, remove_scratch
 from fulltilt.tuning.trial.throughput import ANSWER_FILE, ASSIGNMENT, ASSIGNMENT_FILE, Answer, Assignment
 
 OUTPUT_FILE = "output.txt"
@@ -143,7 +143,7 @@ def _start(
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """End a trial and everything it started, also what has left its session."""
     if process.poll() is None:
-        kill_below(process.pid)
+        kill_descendants(process.pid)
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
         process.wait()

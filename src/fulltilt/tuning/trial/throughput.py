@@ -27,7 +27,7 @@ ANSWER_FILE = "answer.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StepBlock:
     """Some steps in a row: how many samples they trained, how long they took, how long of it they waited for data.
 
     ``from_queue``: how many of the samples lay ready before the first of these steps; negative where more lay ready
@@ -79,7 +79,7 @@ class Answer:
     ``losses`` go up to the first that is not finite, which is that of step ``not_finite_at``.
     """
 
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[StepBlock, ...] = ()
     steps: int = 0
     losses: tuple[float, ...] = ()
     complete: bool = False
@@ -100,7 +100,7 @@ class Rate:
     high: float
 
 
-def _lasting(blocks: Sequence[Block]) -> list[float]:
+def _lasting(blocks: Sequence[StepBlock]) -> list[float]:
     """The samples of each block at the pace that the loader can keep: those that it made during the block.
 
     While the queue is used up, training takes more than that. A queue that grows or stays full says that it is training
@@ -111,7 +111,7 @@ def _lasting(blocks: Sequence[Block]) -> list[float]:
     return [block.samples - (block.from_queue if used_up > one_step else 0.0) for block in blocks]
 
 
-def wait_share_of(blocks: Sequence[Block]) -> float | None:
+def wait_share_of(blocks: Sequence[StepBlock]) -> float | None:
     """The share of its time that training waits for data at the pace that lasts; None without any measured time."""
     seconds, samples = sum(block.seconds for block in blocks), sum(block.samples for block in blocks)
     if seconds <= 0:
@@ -120,7 +120,7 @@ def wait_share_of(blocks: Sequence[Block]) -> float | None:
     return 1 - busy * (sum(_lasting(blocks)) / samples if samples else 1.0)
 
 
-def rate_of(blocks: Sequence[Block]) -> Rate | None:
+def rate_of(blocks: Sequence[StepBlock]) -> Rate | None:
     """Samples over seconds at the pace that lasts, with the interval of that ratio; None without any measured time.
 
     A single block says nothing about how sure it is: its interval is unbounded above and begins at zero.
@@ -138,7 +138,7 @@ def rate_of(blocks: Sequence[Block]) -> Rate | None:
     return Rate(mean, max(0.0, mean - half), mean + half)
 
 
-def is_enough(blocks: Sequence[Block], patience: Patience) -> bool:
+def is_enough(blocks: Sequence[StepBlock], patience: Patience) -> bool:
     """Whether the rate is known well enough, or will not be within this trial's patience."""
     seconds = sum(block.seconds for block in blocks)
     if seconds >= patience.most_s:
@@ -181,14 +181,14 @@ class StepSnapshot:
     event: Any = None
 
 
-def block_between(began: StepSnapshot, ended: StepSnapshot) -> Block:
+def block_between(began: StepSnapshot, ended: StepSnapshot) -> StepBlock:
     """What was trained between two moments; by the GPU's clock where both have an event, which it must have reached."""
     if began.event is not None and ended.event is not None:
         seconds = float(began.event.elapsed_time(ended.event)) * 1e-3
     else:
         seconds = ended.host_s - began.host_s
     samples, batches = ended.samples - began.samples, ended.batches - began.batches
-    return Block(
+    return StepBlock(
         samples=samples,
         seconds=seconds,
         wait_s=min(ended.wait_s - began.wait_s, seconds),

@@ -1,6 +1,6 @@
 """Pools of workers: copies of the script's DataLoader with other settings, fed with index batches from one queue.
 
-Private to torch are ``_remove_worker_pids`` and ``_worker_pids_set`` (see `WorkerPool`), ``_shutdown_workers`` of an
+Private to torch are ``_remove_worker_pids`` and ``_worker_pids_set`` (see `LoaderPool`), ``_shutdown_workers`` of an
 iterator, ``_iterator`` and ``_get_iterator`` of a DataLoader; all else is its public face.
 """
 
@@ -30,7 +30,7 @@ RAISED_IN_WORKER = "in DataLoader worker process"
 
 def knobs_of(loader: Any) -> Knobs:
     """The settings that the script gave its loader."""
-    return Knobs(int(loader.num_workers), loader.prefetch_factor or Knobs(0).prefetch, bool(loader.pin_memory))
+    return Knobs(int(loader.num_workers), loader.prefetch_factor or Knobs(0).prefetch_factor, bool(loader.pin_memory))
 
 
 def sampler_of(loader: Any) -> Any:
@@ -56,7 +56,7 @@ def copy_of(loader: Any) -> Any:
     return copy
 
 
-class _Feed:
+class _PoolSampler:
     """Stands where a pool's DataLoader has its sampler: gives it index batches while there is a queue.
 
     ``owed`` are those that it took and has not made yet, the earliest first.
@@ -66,7 +66,7 @@ class _Feed:
         self.owed: deque[Any] = deque()
         self.queue: IndexQueue | None = None
 
-    def __iter__(self) -> _Feed:
+    def __iter__(self) -> _PoolSampler:
         return self
 
     def __next__(self) -> Any:
@@ -76,7 +76,7 @@ class _Feed:
         return self.owed[-1]
 
 
-class WorkerPool:
+class LoaderPool:
     """Makes the batches whose indices its feed gives; with no workers, in the training process.
 
     Workers live until the pool is dropped: each ``serve`` is a new pass to torch. ``patience_s`` is how long a batch
@@ -99,18 +99,18 @@ class WorkerPool:
         self.on_trial = False
         self.start_s = 0.0  # that starting the workers held up training
         self.last_taken: Any = None
-        self._feed = _Feed()
+        self._sampler = _PoolSampler()
         self._metered = metered
         self._iterator: Any = None
         self._loader = copy_of(loader)
         self._iterate = partial(iterate, self._loader)
         vars(self._loader).update(
-            {"sampler" if loader.batch_sampler is None else "batch_sampler": self._feed},
-            num_workers=knobs.workers,
-            prefetch_factor=knobs.prefetch if knobs.workers else None,
-            pin_memory=knobs.pin,
-            persistent_workers=knobs.workers > 0,
-            timeout=(loader.timeout if patience_s is None else patience_s) if knobs.workers else 0,
+            {"sampler" if loader.batch_sampler is None else "batch_sampler": self._sampler},
+            num_workers=knobs.num_workers,
+            prefetch_factor=knobs.prefetch_factor if knobs.num_workers else None,
+            pin_memory=knobs.pin_memory,
+            persistent_workers=knobs.num_workers > 0,
+            timeout=(loader.timeout if patience_s is None else patience_s) if knobs.num_workers else 0,
             generator=generator,
             in_order=True,
             _iterator=None,
@@ -118,8 +118,8 @@ class WorkerPool:
 
     def serve(self, queue: IndexQueue) -> None:
         """Take indices from this queue from now on, as many as the workers may have."""
-        self._feed.owed.clear()
-        self._feed.queue = queue
+        self._sampler.owed.clear()
+        self._sampler.queue = queue
         if self._iterator is not None:
             self._iterator = self._iterate()
             return
@@ -129,27 +129,27 @@ class WorkerPool:
                 warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             self._iterator = self._metered(self._iterate)
         self.start_s = time.perf_counter() - began_s
-        if self.knobs.workers and not self.is_scripts_own:
+        if self.knobs.num_workers and not self.is_scripts_own:
             signal_handling._remove_worker_pids(id(self._iterator))  # type: ignore[attr-defined]
             self._iterator._worker_pids_set = False
-        if self.knobs.workers:
+        if self.knobs.num_workers:
             # Before multiprocessing kills them, which leaves their folders in /tmp. Up to 2.14, torch's own exit
             # handler waits five seconds for each worker that pins.
-            atexit.register(_end, weakref.ref(self))
+            atexit.register(_end_at_exit, weakref.ref(self))
 
     @property
     def is_serving(self) -> bool:
         """Whether it takes indices."""
-        return self._feed.queue is not None
+        return self._sampler.queue is not None
 
     def close(self) -> None:
         """Take no more indices, and make what it owes."""
-        self._feed.queue = None
+        self._sampler.queue = None
 
     @property
     def owed(self) -> list[Any]:
         """Indices of the batches that it still owes, the earliest first."""
-        return list(self._feed.owed)
+        return list(self._sampler.owed)
 
     @property
     def ready(self) -> int:
@@ -161,10 +161,10 @@ class WorkerPool:
         try:
             batch = next(self._iterator)
         except Exception as error:
-            if self._feed.owed and (not self.knobs.workers or is_of_data_set(error)):
-                self.last_taken = self._feed.owed.popleft()
+            if self._sampler.owed and (not self.knobs.num_workers or is_of_data_set(error)):
+                self.last_taken = self._sampler.owed.popleft()
             raise
-        return self._feed.owed.popleft(), batch
+        return self._sampler.owed.popleft(), batch
 
     def retire(self) -> None:
         """End its workers beside the training thread: joining them takes a moment, and five seconds where one hangs.
@@ -173,7 +173,7 @@ class WorkerPool:
         meanwhile waits for it: workers that are killed leave their folders in /tmp.
         """
         iterator = self._let_go()
-        if self.knobs.workers and iterator is not None:
+        if self.knobs.num_workers and iterator is not None:
             threading.Thread(target=iterator._shutdown_workers, name="fulltilt-retire").start()
 
     def _let_go(self) -> Any:
@@ -182,7 +182,7 @@ class WorkerPool:
         return iterator
 
 
-def _end(reference: weakref.ref[WorkerPool]) -> None:
+def _end_at_exit(reference: weakref.ref[LoaderPool]) -> None:
     """As the job ends."""
     pool = reference()
     if pool is not None and (iterator := pool._let_go()) is not None:

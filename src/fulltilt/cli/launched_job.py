@@ -32,7 +32,7 @@ while os.getppid() == parent:
 """
 
 
-class JobProcess:
+class LaunchedJob:
     """The job's process. Standard input, output and error are its own."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fulltilt import store
+from fulltilt.figures import loader_settings
 from fulltilt.tuning.live.controller import Capacity, most_workers
-from fulltilt.tuning.live.measurement import Knobs, Seen, words
+from fulltilt.tuning.live.measurement import Knobs, Seen
 
 # How far ahead of all ranks they are to move: each of them looks into the folder between two batches.
 AHEAD_S = 1.0
@@ -52,7 +53,7 @@ def agree(reports: Sequence[Report]) -> Report:
         if report.left_alone is not None:
             return replace(first, left_alone=f"on rank {rank}, {report.left_alone}")
         if report.knobs != first.knobs:
-            differ = f"{words(first.knobs)} on rank 0, {words(report.knobs)} on rank {rank}"
+            differ = f"{loader_settings(*first.knobs)} on rank 0, {loader_settings(*report.knobs)} on rank {rank}"
             return replace(first, left_alone=f"its settings are not the same on all ranks ({differ})")
     ranks = Counter(report.host for report in reports)
     sharing = Counter((report.host, report.cpus) for report in reports)
@@ -65,7 +66,7 @@ def agree(reports: Sequence[Report]) -> Report:
     draws = [one.is_random for one in reports if one.is_random is not None]
     return replace(
         first,
-        capacity=min(rooms, key=lambda room: most_workers(room, first.knobs.prefetch)[0]),
+        capacity=min(rooms, key=lambda room: most_workers(room, first.knobs.prefetch_factor)[0]),
         # The rank that waits longest for its data is the one that all others wait for.
         seen=max(seen, key=lambda one: one.wait_share, default=None),
         is_random=any(draws) if draws else None,
@@ -73,7 +74,7 @@ def agree(reports: Sequence[Report]) -> Report:
     )
 
 
-class Ranks:
+class RankReports:
     """The reports of all ranks of a process group, in the run folder, or in those of all tasks of the job."""
 
     def __init__(self, folder: Path, group: str, rank: int, world_size: int) -> None:
