@@ -38,13 +38,13 @@ def reference() -> str:
     """The help of every verb, as 80 columns show it."""
     os.environ["COLUMNS"] = "80"
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
-    for verb in command_line.VERBS:
-        command_line.add_verb(app, verb)
+    for verb in command_line.COMMANDS:
+        command_line.add_command(app, verb)
     group: Any = typer.main.get_command(app)
     pages = [
         "# Reference\n\nThe help of every verb, from the code. JSON: [schema](report.schema.json) of `report --json`.\n"
     ]
-    for verb in command_line.VERBS:
+    for verb in command_line.COMMANDS:
         command = group.commands[verb]
         context = command.make_context(verb, [], resilient_parsing=True)
         context.info_name = f"fulltilt {verb}"

@@ -148,7 +148,7 @@ FLAGS = {
 
 def flags_of(verb: str) -> set[str]:
     app = typer.Typer()
-    command.add_verb(app, verb)
+    command.add_command(app, verb)
     app.command("another")(lambda: None)  # a single command would be the app itself
     verb_command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
     options = [flag for parameter in verb_command.params for flag in (*parameter.opts, *parameter.secondary_opts)]
@@ -156,7 +156,7 @@ def flags_of(verb: str) -> set[str]:
 
 
 def test_the_verbs_are_these() -> None:
-    assert set(command.VERBS) == set(FLAGS)
+    assert set(command.COMMANDS) == set(FLAGS)
 
 
 @pytest.mark.parametrize("verb", sorted(FLAGS))

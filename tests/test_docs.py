@@ -19,7 +19,7 @@ from typing import Any, get_args
 import pytest
 import typer
 
-from fulltilt.cli.main import VERBS, add_verb, main
+from fulltilt.cli.main import COMMANDS, add_command, main
 from fulltilt.cli.train import command_of
 from fulltilt.recipes import find
 from fulltilt.records import FindingCode
@@ -36,7 +36,7 @@ PLACEHOLDER = re.compile(r"…|\[|\||\b[A-Z]{3,}\b")
 def command(verb: str) -> Any:
     """The parser of a verb, as `fulltilt VERB` has it."""
     own = typer.Typer(pretty_exceptions_enable=False)
-    add_verb(own, verb)
+    add_command(own, verb)
     own.command("another")(lambda: None)  # a single command would be the app itself
     return typer.main.get_command(own).commands[verb]  # type: ignore[attr-defined]
 
@@ -52,7 +52,7 @@ def parse(line: str) -> None:
     if verb.startswith("-"):
         assert verb in ("--help", "-h", "--version", "--install-completion", "--show-completion"), f"no flag {verb}"
         return
-    assert verb in VERBS, f"no verb {verb}"
+    assert verb in COMMANDS, f"no command {verb}"
     if verb == "train" and rest and not rest[0].startswith("-"):
         recipe = typer.Typer(pretty_exceptions_enable=False)
         recipe.command()(command_of(find(rest[0])))
@@ -100,7 +100,7 @@ def test_a_wrong_flag_or_verb_is_found() -> None:
     assert commands_in("see `fulltilt report --jsno` and `fulltilt report RUN --x`") == ["fulltilt report --jsno"]
 
 
-@pytest.mark.parametrize("verb", ["", *VERBS])
+@pytest.mark.parametrize("verb", ["", *COMMANDS])
 def test_help_has_examples_that_work_and_fits_80_columns(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ def report(monkeypatch, tmp_path, capfd):
     """Runs the verb in an empty folder: its exit code, standard output and standard error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(cli, "VERBS", ("report",))
+    monkeypatch.setattr(cli, "COMMANDS", ("report",))
 
     def run(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as exit:

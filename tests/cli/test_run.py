@@ -237,7 +237,7 @@ def test_auto_says_that_it_found_nothing_to_tune(tmp_path: Path, capsys: pytest.
         ("probes.sampler:Sampler.start", "The script ended with exit code 5 before its first training step"),
         ("probes.sampler:Sampler.stop", "The script ended with exit code 5 before its first training step"),
         ("cli.run:store.LineWriter", "The script ended with exit code 5 before its first training step"),
-        ("report.answer:explain", "this run could not be explained, by a mistake of Fulltilt's own (ZeroDivisionError"),
+        ("report.answer:explain", "this run could not be explained because of a bug in Fulltilt (ZeroDivisionError"),
         ("recorder.rank_files:SpanFollower.read", "The script ended with exit code 5 before its first training step"),
     ],
 )

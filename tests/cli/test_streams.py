@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fulltilt.cli.streams import StatusBar, tell_of_flags, tell_wrapped, wrapped
+from fulltilt.cli.streams import StatusBar, tell_wrapped, warn_of_flags, wrapped
 from fulltilt.report.console import NOTEBOOK_VARIABLES, PIPED_COLUMNS, open_console
 
 
@@ -26,7 +26,7 @@ from fulltilt.report.console import NOTEBOOK_VARIABLES, PIPED_COLUMNS, open_cons
 def test_flags_behind_the_script_are_found(
     arguments: list[str], given: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tell_of_flags("run", ("--auto", "--deep"), arguments)
+    warn_of_flags("run", ("--auto", "--deep"), arguments)
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == given
 
 
@@ -35,7 +35,7 @@ def test_the_script_gets_them_and_the_user_is_told(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fulltilt", "run", "job.py", "--auto", "--deep", "3"]
     ended = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (2, "['--auto', '--deep', '3']\n")
-    told = [line for line in ended.stderr.splitlines() if "stands before it" in line]
+    told = [line for line in ended.stderr.splitlines() if "go before it" in line]
     assert [line.split()[1] for line in told] == ["--auto", "--deep"]
 
 

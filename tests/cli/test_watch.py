@@ -197,7 +197,7 @@ FOREIGN = {
         (["--out", "{tmp}"], 7, "cannot write {tmp}: Is a directory"),
         (["--once", "--out", "{tmp}/pipe"], 7, "cannot write {tmp}/pipe: it is not a regular file"),
         (["--once", "--out", "/dev/null"], 7, "cannot write /dev/null: it is not a regular file"),
-        *((["--out", f"{{tmp}}/{name}"], 2, f"{{tmp}}/{name} exists and holds something else") for name in FOREIGN),
+        *((["--out", f"{{tmp}}/{name}"], 2, f"{{tmp}}/{name} exists and does not hold readings") for name in FOREIGN),
     ],
 )
 def test_bad_input_is_one_or_two_lines_before_the_screen_opens(

@@ -453,11 +453,11 @@ def test_a_cache_folder_that_cannot_be_made_is_told(tmp_path):
 def command(*arguments):
     import typer
 
-    from fulltilt.cli.main import add_verb
+    from fulltilt.cli.main import add_command
 
     app = typer.Typer()
     app.callback()(lambda: None)
-    add_verb(app, "cache")
+    add_command(app, "cache")
     return CliRunner().invoke(app, ["cache", *arguments])
 
 

@@ -325,7 +325,7 @@ def test_in_place_trials_change_the_files_themselves(job: Path) -> None:
     script.write_text("open('data.npy', 'w').write('new')\n" + TRAINING)
     refused = tune(job, "none")
     assert refused.returncode != 0
-    assert "nothing on this system keeps trials from your files" in refused.stderr
+    assert "this system cannot isolate trials from your files" in refused.stderr
     assert not (job / "study").exists()
     done = tune(job, None, "--in-place")
     assert done.returncode == 0, done.stderr

@@ -176,7 +176,7 @@ def test_ctrl_c_keeps_what_was_learned_and_the_study_goes_on(tmp_path: Path) -> 
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert "Go on with:\n  fulltilt tune --out study --allow batch train.py" in errors
+    assert "To resume:\n  fulltilt tune --out study --allow batch train.py" in errors
     assert "Current" in out
     learned = (tmp_path / "study" / TRIALS_FILE).read_text().count("\n")
     done = tuned(tmp_path, "--budget", "600s", "--allow", "batch")
@@ -315,9 +315,9 @@ def test_a_budget_too_small_is_told_after_the_first_trial(
         run_study(["train.py"], ["python", "train.py"], out, frozenset(), IN_PLACE, budget_s, None, False)
         said = capsys.readouterr().err.replace("\n  ", " ").splitlines()
         place = next(place for place, line in enumerate(said) if line.startswith("fulltilt: trial 1: start"))
-        warned = "this trial took 40 s, and what is left of the budget (1 min 40 s)" in said[place + 1]
+        warned = "this trial took 40 s; the 1 min 40 s left of the budget" in said[place + 1]
         assert warned == told
-        assert ("--budget 4m would do" in said[place + 1]) == told
+        assert ("use --budget 4m" in said[place + 1]) == told
 
 
 def searched(trials: Sequence[Trial]) -> Attempt | None:
@@ -353,8 +353,8 @@ def test_a_study_stopped_before_its_first_trial_claims_nothing(
     code = run_study(["train.py"], ["python", "train.py"], folder, frozenset(), IN_PLACE, 60.0, None, apply=False)
     assert code == 3
     said = capsys.readouterr().err
-    assert "stopped; no trial has ended yet. Go on with:\n  fulltilt tune" in said
-    assert "learned" not in said
+    assert "stopped; no trial has finished yet. To resume:\n  fulltilt tune" in said
+    assert "are kept" not in said
 
 
 @pytest.mark.parametrize(

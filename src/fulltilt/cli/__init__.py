@@ -1,1 +1,1 @@
-"""The command line: one file a verb. Nothing imports this floor."""
+"""The command line: one file for each command. No other package imports this one."""

@@ -15,18 +15,18 @@ EXAMPLES = ("fulltilt cache", "fulltilt cache clear --name COD10K", "fulltilt ca
 
 
 def cache(
-    action: Annotated[str, typer.Argument(metavar="list|clear", help="What to do with the caches.")] = "list",
+    action: Annotated[str, typer.Argument(metavar="list|clear", help="List or delete the caches.")] = "list",
     folder: Annotated[
-        Path | None, typer.Option("--dir", metavar="DIR", help="The cache folder (default: FULLTILT_CACHE_DIR).")
+        Path | None, typer.Option("--dir", metavar="DIR", help="The cache folder [default: $FULLTILT_CACHE_DIR]")
     ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Only caches whose name or data set contains this.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """List or clear the decoded data sets kept on disk."""
     if action not in ("list", "clear"):
-        raise UsageError(f"cache knows list and clear, not {action!r}")
+        raise UsageError(f"cache takes list or clear, not {action!r}")
     from fulltilt.feed.disk_cache import default_cache_dir, folder_of_caches, list_caches, remove, sweep
     from fulltilt.figures import one_line, size
 

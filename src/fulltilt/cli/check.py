@@ -1,4 +1,4 @@
-"""`fulltilt check`: the machine and its preflight, once."""
+"""`fulltilt check`: what of this machine would slow a training job down."""
 
 from __future__ import annotations
 
@@ -40,22 +40,24 @@ EXAMPLES = (
 
 
 def check(
-    data: Annotated[str | None, typer.Option(metavar="DIR", help="Measure how fast this folder's files read.")] = None,
-    workers: Annotated[int | None, typer.Option(metavar="N", min=0, help="Loader workers that you plan.")] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Measure how fast the files of this folder are read.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", min=0, help="Loader workers you plan to use.")] = None,
     prefetch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Batches each worker prefetches.")] = None,
     batch_bytes: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Size of one batch, such as 64MB or 512KiB.")
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Check the machine for what would slow a training job down.
 
-    GPUs, CPUs that may really be used, memory limit, /dev/shm, torch and driver, and the storage of --data DIR.
+    Checks GPUs, usable CPUs, memory limit, /dev/shm, torch and driver, and the storage of --data DIR.
     """
     plan = LoaderPlan(workers, prefetch, None if batch_bytes is None else parse_bytes(batch_bytes))
     console = open_console()
-    with console.status("looking at the machine") if sys.stdout.isatty() and not json_ else contextlib.nullcontext():
-        machine, storage, sample = _look(data)
+    with console.status("checking the machine") if sys.stdout.isatty() and not json_ else contextlib.nullcontext():
+        machine, storage, sample = _read_machine(data)
     lines = preflight(machine, storage, sample, plan)
     if json_:
         answer = {
@@ -69,7 +71,7 @@ def check(
         _show(console, machine, lines)
 
 
-def _look(data: str | None) -> tuple[Machine, StorageReading | None, Sample]:
+def _read_machine(data: str | None) -> tuple[Machine, StorageReading | None, Sample]:
     start_s = time.monotonic()
     with Gpus.open() as gpus:
         machine = describe_machine(gpus)
@@ -111,7 +113,7 @@ def _show(console: Console, machine: Machine, lines: Sequence[CheckLine]) -> Non
 
 
 def _print_row(console: Console, head: Text, body: Text) -> None:
-    """``head`` in the left margin, ``body`` wrapped beside it, with no spaces at the ends of lines."""
+    """Print ``head`` in the left margin and ``body`` wrapped beside it, without trailing spaces."""
     head.pad_right(_LINE_MARGIN - head.cell_len)
     for number, line in enumerate(body.wrap(console, max(20, console.width - _LINE_MARGIN))):
         line.rstrip()

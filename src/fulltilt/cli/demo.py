@@ -29,7 +29,7 @@ EXAMPLES = ("fulltilt demo", "fulltilt demo --out /tmp/demo")
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the script and the runs go.")] = Path(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the script and the runs.")] = Path(
         "fulltilt-runs/demo"
     ),
 ) -> None:
@@ -58,47 +58,47 @@ def demo(
 
 
 def _our_command() -> str:
-    """How the user starts this program: `make demo` does so in an environment that is not activated."""
+    """What to type to start this program, also where its environment is not activated (`make demo`)."""
     if shutil.which("fulltilt"):
         return "fulltilt"
     return "python -m fulltilt" if sys.argv[0].endswith("__main__.py") else sys.argv[0]
 
 
 class Steps:
-    """What the demo shows: a few lines a step, and one line in place while a step runs, where there is a terminal."""
+    """Runs the steps of the demo and prints a few lines for each; on a terminal, a status line while one runs."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def say(self, line: str) -> None:
-        """A line of the demo's own."""
+        """Print a heading."""
         self._console.print(Text(line, style="bold"))
 
     def tell(self, text: str) -> None:
-        """What a step found, below it."""
+        """Print what a step found, indented."""
         for row in wrapped(f"   {clean(text)}", self._console.width):
             self._console.print(Text(row), soft_wrap=True)
 
     def fulltilt(self, *arguments: object, quietly: bool = False) -> list[str]:
-        """Another verb, as the user would type it: the lines it printed. If it fails, so does the demo."""
+        """Run a command as the user would type it; returns what it printed. If it fails, so does the demo."""
         words = [str(argument) for argument in arguments]
         if not quietly:
             self._console.print(Text(f"   $ fulltilt {' '.join(words)}", style="cyan"), soft_wrap=True)
         command = [sys.executable, "-m", "fulltilt", *words]
-        verb = subprocess.Popen(
+        process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace"
         )
         printed: list[str] = []
         with self._console.status("starting") as status:
             while True:
                 try:
-                    for line in verb.stdout or ():
+                    for line in process.stdout or ():
                         printed.append(line.rstrip())
                         if line.startswith("epoch") and line[5:].strip()[:1].isdigit():  # no row of a report
                             status.update(Text(clean(line.strip()), no_wrap=True, overflow="ellipsis"))
-                    code = verb.wait()
+                    code = process.wait()
                     break
-                except KeyboardInterrupt:  # it reaches the verb too, which ends in order
+                except KeyboardInterrupt:  # the command gets it too, and ends in order
                     continue
         if code:
             print("\n".join(printed[-20:]), file=sys.stderr)
@@ -106,7 +106,7 @@ class Steps:
         return printed
 
     def verdict(self, folder: Path) -> None:
-        """The sentence, and the first thing to change."""
+        """Print the verdict and the first fix."""
         from fulltilt.diagnosis import answer
 
         diagnosis = answer(store.load(folder))
@@ -115,10 +115,10 @@ class Steps:
             self.tell(f"→ {diagnosis.findings[0].fix}")
 
     def compare(self, tuned: Path, before: list[str], after: list[str]) -> None:
-        """Before and after, as live tuning measured them in one job; and whether the training was the same."""
+        """Print before and after, as live tuning measured them in one job, and whether the weights are the same."""
         live = next((live for rank in store.load(tuned).ranks for live in rank.live), None)
         if live is None or not live.before_batches_per_s or not live.batches_per_s:
-            self.tell("Live tuning did not get to measure the job: this machine is too busy.")
+            self.tell("Live tuning could not measure the job: this machine is too busy.")
             return
         table = Table("", "workers", "batches/s", "data wait", box=None, padding=(0, 3, 0, 0))
         rows = (
@@ -134,6 +134,6 @@ class Steps:
 
 
 def _hashes(printed: list[str]) -> list[str]:
-    """The weights after the epochs that both runs have, as the script names them."""
+    """The hashes of the weights that the script printed after the epochs that both runs have."""
     found = [match[1] for line in printed if (match := re.match(r"epoch \d+: .* weights (\w+)", line))]
     return found[:EPOCHS]

@@ -1,8 +1,8 @@
-"""The process of a job under `fulltilt run`: signals meant for it reach it once, and we end as it ended.
+"""The process of a job under `fulltilt run`: it gets each signal exactly once, and we end the way it ended.
 
-`timeout`, schedulers, service managers and killpg() signal a whole group or job. The training has such a signal
-already; passed on, it would come twice, and to many scripts the second one means "stop at once". A second process of
-ours in the same group, which dies of any of them, tells which signals went to everybody.
+`timeout`, schedulers, service managers and killpg() signal the whole process group, so the training has the signal
+already. Forwarded, it would arrive twice, and to many scripts the second one means "stop at once". A sentinel process
+in the same group, which dies of any such signal, shows which signals went to the whole group.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-# What others may send to `fulltilt run` and mean for the job.
+# Signals that are sent to `fulltilt run` but meant for the job.
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-FROM_KERNEL = 128  # si_code of a signal that the terminal sent to the whole foreground group: the job has it already
+FROM_KERNEL = 128  # si_code where the terminal signalled the whole foreground group: the job has it already
 WAIT_S = 0.25
 
-# Whoever signals many processes needs less than this from the first to the last of them.
+# A sender that signals a group reaches all of its processes within this time.
 SPREAD_S = 0.1
 DIES_OF_SIGNALS = """
 import os, signal, sys, time
@@ -33,12 +33,12 @@ while os.getppid() == parent:
 
 
 class LaunchedJob:
-    """The job's process. Standard input, output and error are its own."""
+    """The job's process; it inherits standard input, output and error."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self._signals = {getattr(signal, name) for name in FORWARDED if hasattr(signal, name)}
         self._posix = os.name == "posix" and hasattr(signal, "sigtimedwait")
-        # Blocked before the child exists, so that no signal falls between: each one waits until it is forwarded.
+        # Blocked before the child exists, so that none is lost: each one waits until it is forwarded.
         if self._posix:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
             self._process = subprocess.Popen(
@@ -65,7 +65,7 @@ class LaunchedJob:
                 except subprocess.TimeoutExpired:
                     pass
                 except KeyboardInterrupt:
-                    continue  # the console told the job as well
+                    continue  # the console interrupted the job as well
             else:
                 got = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, WAIT_S)
                 if got is not None and got.si_signo != signal.SIGCHLD:
@@ -77,21 +77,21 @@ class LaunchedJob:
         return self._process.returncode
 
     def _forward(self, got: signal.struct_siginfo) -> None:
-        """Pass a signal on, unless the job has it already."""
-        if got.si_code != FROM_KERNEL and not self._went_to_everybody(got.si_signo) and self._process.poll() is None:
+        """Forward a signal, unless the job has it already."""
+        if got.si_code != FROM_KERNEL and not self._went_to_group(got.si_signo) and self._process.poll() is None:
             self._process.send_signal(got.si_signo)
 
     def _start_sentinel(self) -> subprocess.Popen[bytes] | None:
-        """The second process in our group; None where there is no room for it: then every signal is passed on."""
+        """The sentinel; None where no process can be started: then every signal is forwarded."""
         numbers = [str(int(number)) for number in (os.getpid(), *self._signals)]
-        nowhere = subprocess.DEVNULL  # whoever reads our output must not wait for it
+        nowhere = subprocess.DEVNULL  # a reader of our output must not wait for the sentinel
         with contextlib.suppress(OSError):
             command = [sys.executable, "-I", "-S", "-c", DIES_OF_SIGNALS, *numbers]
             return subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
         return None
 
-    def _went_to_everybody(self, number: int) -> bool:
-        """Whether a signal that has just reached this process went to the whole group."""
+    def _went_to_group(self, number: int) -> bool:
+        """Whether the signal that has just arrived went to the whole group."""
         if self._sentinel is None:
             return False
         try:
@@ -102,7 +102,7 @@ class LaunchedJob:
         return died_of == number
 
     def leave(self, status: int) -> int:
-        """End as the job ended: by the same signal, or with the code that is returned here."""
+        """Die of the signal that ended the job, or return the exit code to use."""
         sys.stdout.flush()
         sys.stderr.flush()
         if status >= 0 or not self._posix:

@@ -1,4 +1,4 @@
-"""The `fulltilt` command: finds the verb, turns every error of the user's into at most three lines and an exit code."""
+"""The `fulltilt` command: runs one subcommand and turns every user error into a few lines and an exit code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import importlib
 import shlex
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 
 import typer
@@ -21,7 +22,7 @@ app = typer.Typer(
         "fulltilt run train.py --lr 0.1    # why is this script not faster?",
         "fulltilt run --auto train.py      # tune its data loading while it trains",
         "fulltilt report                   # the newest run again, and its page",
-        "fulltilt run --help               # every verb has flags and examples",
+        "fulltilt run --help               # flags and examples of one command",
     ),
     add_completion=True,
     rich_markup_mode=None,
@@ -29,10 +30,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 
-# The order is the order of `fulltilt --help`.
-VERBS = ("run", "report", "tune", "plan", "check", "watch", "train", "make-data", "cache", "demo")
+# In the order of `fulltilt --help`.
+COMMANDS = ("run", "report", "tune", "plan", "check", "watch", "train", "make-data", "cache", "demo")
 
-# What is not installed without an extra, by the name under which it is imported.
+# Import name of an optional dependency → the extra that installs it.
 EXTRAS = {
     **dict.fromkeys(("numpy", "PIL", "timm", "transformers", "yaml"), "recipes"),
     "safetensors": "train",
@@ -57,27 +58,29 @@ def _root(
     pass
 
 
-def add_verb(app: typer.Typer, verb: str) -> None:
-    """Add a verb: the function of its name in the file of its name, with the ``EXAMPLES`` and ``COMMAND`` there."""
-    name = verb.replace("-", "_")
+def add_command(app: typer.Typer, command: str) -> None:
+    """Add a command from the file of its name, with the ``EXAMPLES`` and ``COMMAND`` options there."""
+    name = command.replace("-", "_")
     module = importlib.import_module(f"fulltilt.cli.{name}")
     more = getattr(module, "COMMAND", {})
-    app.command(verb, epilog=streams.examples(*module.EXAMPLES), **more)(getattr(module, name))
+    app.command(command, epilog=streams.examples(*module.EXAMPLES), **more)(getattr(module, name))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one verb and exit with its code; without any, show the help."""
+    """Run one command and exit with its code; show the help where none is given."""
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     streams.prepare()
     try:
-        if arguments[0] not in VERBS and (arguments[0].endswith(".py") or Path(arguments[0]).is_file()):
+        if arguments[0] not in COMMANDS and (arguments[0].endswith(".py") or Path(arguments[0]).is_file()):
             script = shlex.join(arguments)
             raise UsageError(
-                f"{arguments[0]} is a file, not a verb", f"To run and explain a script: fulltilt run {script}"
+                f"{arguments[0]} is a file, not a command", f"To run and explain a script: fulltilt run {script}"
             )
-        # One verb alone starts faster; help and wrong verbs need them all.
-        for verb in arguments[:1] if arguments[0] in VERBS else VERBS:
-            add_verb(app, verb)
+        if not (arguments[0].startswith("-") or get_close_matches(arguments[0], COMMANDS)):
+            raise UsageError(f"No such command '{arguments[0]}'.", f"Commands: {', '.join(COMMANDS)}")
+        # One command alone starts faster; the help and misspelt commands need them all.
+        for command in arguments[:1] if arguments[0] in COMMANDS else COMMANDS:
+            add_command(app, command)
         code = app(args=arguments, prog_name="fulltilt", standalone_mode=False)
         sys.stdout.flush()
     except FulltiltError as error:
@@ -106,14 +109,11 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         code = MachineError.exit_code
     except Exception as error:
-        # Typer bundles its own copy of click from 0.16 on, so its usage errors are known by their shape.
+        # Usage errors of click, of which Typer may bundle its own copy.
         if not hasattr(error, "format_message"):
             raise
         context = getattr(error, "ctx", None)
         hint = "" if context is None else f"\nTry: {context.command_path} --help"
-        told = error.format_message()
-        if told == f"No such command '{arguments[0]}'.":  # and none is like it
-            hint = f"\nVerbs: {', '.join(VERBS)}"
-        streams.complain(told + hint)
+        streams.complain(error.format_message() + hint)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)

@@ -1,4 +1,4 @@
-"""`fulltilt plan`: from a run to the next one, on this GPU and in the memory of others."""
+"""`fulltilt plan`: what a run says about the next one, on this GPU and on others."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def plan(
         typer.Argument(metavar="RUN", help="Run folders at different batch sizes; without one, the newest run."),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="METRIC=VALUE", help="How long until then, from the run's history.")
+        str | None, typer.Option(metavar="METRIC=VALUE", help="Forecast when a metric gets there, from its history.")
     ] = None,
     gpu: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only these GPUs; may be repeated.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Tell from a run which batch sizes and GPUs would fit.
+    """Estimate from a run which batch sizes and GPUs would fit.
 
-    GPU memory by part, batch sizes with their learning rates, the workers' memory, other GPUs, and with
-    --target the time until a metric is reached.
+    Shows GPU memory by part, batch sizes with their learning rates, the workers' memory, other GPUs, and
+    with --target the time until a metric is reached.
     """
     wanted = None if target is None else parse_target(target)
     names = {found for name in gpu or () for found in _gpus_named(name)}

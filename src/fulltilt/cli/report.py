@@ -40,15 +40,17 @@ def report(
     runs: Annotated[
         list[Path] | None, typer.Argument(metavar="RUN", help="Run folders; without one, the newest in fulltilt-runs.")
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else: an object, or a list.")] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print JSON and nothing else; a list for several runs.")
+    ] = False,
     html: Annotated[Path | None, typer.Option(metavar="PATH", help="Where to write the page.")] = None,
     no_page: Annotated[bool, typer.Option("--no-page", help="Write no page.")] = False,
     width: Annotated[int | None, typer.Option(min=40, metavar="N", help="Columns of the terminal view.")] = None,
 ) -> None:
-    """Show why a run was as fast as it was, and write its page.
+    """Explain a run in the terminal and as a page.
 
-    Verdict, ledger of the wall time, one step to scale, findings with their fixes, costliest lines.
-    One run also gets its page, report.html, in its folder. Several runs are shown side by side, with a
+    Shows the verdict, where the wall time went, one step to scale, findings with their fixes, and the
+    costliest lines. The page is report.html in the run folder. Several runs are shown side by side, with a
     comparison page in the current folder.
     """
     if html is not None and no_page:
@@ -62,7 +64,7 @@ def report(
         show_study(open_console(), record, trials, folders[0])
         return
     shown: list[Reported] = [(run, answer(run)) for run in map(store.load, folders)]
-    # The page first: whoever reads the rest may stop reading, as `| head` does.
+    # The page first: the reader of the rest may close the pipe (`| head`).
     unasked = None
     if html is not None:
         page.write(html, shown)
@@ -81,7 +83,7 @@ def report(
 
 
 def _write_page(path: Path, shown: Sequence[Reported]) -> Path | None:
-    """Write the page that nobody asked for by name: a folder that may only be read is no reason to fail."""
+    """Write the default page; a read-only folder is reported and is no failure."""
     try:
         page.write(path, shown)
     except FulltiltError as error:

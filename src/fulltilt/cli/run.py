@@ -1,6 +1,6 @@
-"""`fulltilt run`: any script or launcher, recorded and explained, behaving exactly as without it.
+"""`fulltilt run`: runs any script or launcher unchanged, records it and explains it.
 
-What is needed only once the job runs is imported then: the job begins sooner.
+Modules that are needed only once the job runs are imported then, so that the job starts sooner.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import typer
 
 from fulltilt import __version__, store
 from fulltilt.cli.launched_job import LaunchedJob
-from fulltilt.cli.streams import JOB_BEHIND_IT, USAGE_ERROR, StatusBar, complain, tell, tell_of_flags, tell_wrapped
+from fulltilt.cli.streams import JOB_COMMAND, USAGE_ERROR, StatusBar, complain, tell, tell_wrapped, warn_of_flags
 from fulltilt.errors import FulltiltError, UsageError
 from fulltilt.probes.cgroup import oom_kills
 from fulltilt.probes.gpu import Gpus
@@ -35,14 +35,14 @@ from fulltilt.recorder.launchers import launched_task, task_name
 from fulltilt.recorder.loaders.settings_file import read_settings
 from fulltilt.records import RunRecord, Sample, Settings, Task
 
-# Each process of the job imports it once torch is there; this one need not.
+# Imported in each process of the job once torch is there, not here.
 LIVE_TUNING = "fulltilt.tuning.live"
 EXACT = "FULLTILT_EXACT"
-# Behind the script they are the script's. Hardly any has the first; the others are told of where it does not know them.
+# After the script they belong to the script. Hardly any has --auto; the others are reported where it refuses them.
 RARE_FLAGS = ("--auto",)
 OTHER_FLAGS = ("--out", "--deep", "--settings", "--exact")
 TICK_S = 1.0
-# The first of several tasks reads what all of them wrote, where that is soon done.
+# Up to this many tasks the first one reads at the end what all of them wrote.
 MOST_TASKS_AT_THE_END = 64
 FATAL = frozenset(
     getattr(signal, name)
@@ -61,7 +61,7 @@ EXAMPLES = (
     "fulltilt run --deep 50 train.py       # profile 50 steps with torch.profiler",
     "fulltilt run --settings settings.json train.py",
 )
-COMMAND = JOB_BEHIND_IT
+COMMAND = JOB_COMMAND
 
 
 def run(
@@ -76,34 +76,34 @@ def run(
         int, typer.Option(min=0, metavar="N", show_default=False, help="Profile this many steps with torch.profiler.")
     ] = 0,
     settings: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Put the loader settings of this JSON file in force.")
+        Path | None, typer.Option(metavar="FILE", help="Apply the loader settings of this JSON file.")
     ] = None,
     auto: Annotated[bool, typer.Option("--auto", help="Tune the data loading while the job trains.")] = False,
     exact: Annotated[
-        bool, typer.Option("--exact", help="With --auto: only where every batch stays the same bit for bit.")
+        bool, typer.Option("--exact", help="With --auto: tune only where all batches stay bit for bit the same.")
     ] = False,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
 ) -> None:
     """Run a training job unchanged and say why its GPU is idle.
 
-    The script's output, exit code and results are its own. The verdict comes on standard error, the page
-    is report.html in the run folder. Flags of fulltilt stand before the script, the script's own behind it.
+    The script's output, exit code and results stay as they are. The verdict goes to standard error, the
+    page is report.html in the run folder. Flags of fulltilt go before the script, the script's own after it.
     """
     if exact and not auto:
-        raise UsageError("--exact says how careful --auto is: give both")
+        raise UsageError("--exact limits what --auto may change: give both")
     arguments = (["-m"] if module else []) + list(command or [])
     resolved = job_command(arguments)
     asked = read_settings(settings) if settings is not None else Settings()
     name = job_name(arguments)
     task = launched_task(arguments, os.environ)
     folder = run_folder(out, name, task)
-    tell_of_flags("run", RARE_FLAGS, arguments)
-    # The folder of a task is new and nobody else's.
+    warn_of_flags("run", RARE_FLAGS, arguments)
+    # A task's folder is new, so it needs no lock.
     lock = store.OwnedFolder(folder).locked(f"another run is writing into {folder}")
     with contextlib.nullcontext() if task is not None else lock:
         earlier = store.move_earlier_run(folder) if task is None else None
         if earlier is not None:
-            tell(f"fulltilt: {folder} held a run already; it is now in {earlier}")
+            tell(f"fulltilt: {folder} held an earlier run; it is now in {earlier}")
         gpus = Gpus.open()
         record = RunRecord(
             name=name,
@@ -117,12 +117,12 @@ def run(
         live = {attach.ALSO: LIVE_TUNING, **({EXACT: "1"} if exact else {})} if auto else {}
         code = run_job(resolved, folder, record, gpus, settings, deep, live)
     if code == USAGE_ERROR:
-        tell_of_flags("run", OTHER_FLAGS, arguments)
+        warn_of_flags("run", OTHER_FLAGS, arguments)
     raise typer.Exit(code)
 
 
 def run_folder(out: Path | None, name: str, task: Task | None = None) -> Path:
-    """The run folder, made and writable. A task's lies in that of its job, whose name all tasks know."""
+    """Create the run folder. A task's lies in the folder of its job, whose name all tasks know."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:60]
     if task is not None:
         out = out or Path("fulltilt-runs") / f"{plain}-{re.sub(r'[^A-Za-z0-9._-]+', '-', task.job)[:60]}"
@@ -146,7 +146,7 @@ def run_job(
     deep: int,
     live: dict[str, str],
 ) -> int:
-    """Start the job, watch it, explain it. Returns the job's own exit code, or ends by the job's own signal."""
+    """Start the job, watch it and explain it. Returns its exit code, or dies of the signal that ended it."""
     store.write_json(folder / store.RUN_FILE, record)
     killed_before = oom_kills()
     t0_ns = time.perf_counter_ns()
@@ -164,7 +164,7 @@ def run_job(
 
 
 class Monitor:
-    """Samples the machine into the run folder and tells how the job fares for as long as it runs."""
+    """Samples the machine into the run folder and shows a status line while the job runs."""
 
     def __init__(self, folder: Path, pid: int, t0_ns: int, gpus: Gpus, advises: bool = True) -> None:
         self._folder = folder
@@ -184,12 +184,12 @@ class Monitor:
 
     def _take(self, sample: Sample) -> None:
         self._samples.append(sample)
-        if self._writer is None:  # opened here, where the sampler takes what fails
+        if self._writer is None:  # opened here, since the sampler survives a failure
             self._writer = store.LineWriter(self._folder / store.SAMPLES_FILE)
         self._writer.write([sample])
 
     def __enter__(self) -> Monitor:
-        with contextlib.suppress(Exception):  # no thread left; the job runs already and is to be waited for
+        with contextlib.suppress(Exception):  # no thread could be started; the job runs already
             self._sampler.start()
         return self
 
@@ -206,7 +206,7 @@ class Monitor:
         if now < self._next_tick_s:
             return
         self._next_tick_s = now + TICK_S
-        with contextlib.suppress(Exception):  # the job comes first; a damaged folder is told at the end
+        with contextlib.suppress(Exception):  # the job comes first; a damaged folder is reported at the end
             from fulltilt.report.status_line import host_line, status_line
 
             self._progress.read()
@@ -217,7 +217,7 @@ class Monitor:
                 self._bar.show(f"fulltilt · {self._progress.words()} · {machine}")
 
     def _warn_once(self) -> None:
-        """Tell of little GPU use while the job runs."""
+        """Warn while the job runs, once, that it uses little of its GPU."""
         from fulltilt.diagnosis import low_gpu_warning
         from fulltilt.probes.host import cpu_capacity
 
@@ -241,7 +241,7 @@ class Monitor:
 def end_run(
     folder: Path, record: RunRecord, wall_s: float, status: int, oom_kills: int = 0, *, tuned: bool = False
 ) -> None:
-    """Write what is left to write and print the verdict. A problem here never changes how the job ended."""
+    """Finish the run folder and print the verdict. A problem here never changes how the job ended."""
     try:
         from fulltilt.diagnosis import answer
         from fulltilt.probes.jobs import still_running
@@ -263,20 +263,20 @@ def end_run(
                     return
                 store.wait_for_tasks(folder)
             read, diagnosis = explain(folder)
-        except FulltiltError as error:  # a full disk or a foreign report.html is no reason to keep the verdict back
+        except FulltiltError as error:  # a full disk or a foreign report.html: the verdict is shown all the same
             read = store.load(folder)
             refused, diagnosis = error, answer(read if record.task is not None else replace(read, run=ended))
-        tell()  # the job's own last line may have no end: progress bars leave it open
+        tell()  # the job's last line may have no newline: progress bars leave it open
         for place, line in enumerate(verdict_lines(diagnosis, folder if refused is None else None)):
             tell_wrapped(line, bold=place == 0)
         if refused is not None:
             complain(str(refused))
         if diagnosis.verdict.code == "no_steps" and status == 1 and record.command[0].endswith(".py"):
-            # A module that is missing, more often than not: fulltilt may live in another environment than the script.
+            # Often a missing module: fulltilt may be installed in another environment than the script needs.
             tell(f"  it ran with {sys.executable}; for another: fulltilt run -- PYTHON {shlex.join(record.command)}")
         if state == "done" and not by_itself and (pids := still_running(folder)):
             going_on = f"the job goes on in the background (process {', '.join(map(str, pids))})"
-            tell(f"fulltilt: {going_on}: fulltilt report {folder} tells of it later")
+            tell(f"fulltilt: {going_on}; once it is done: fulltilt report {folder}")
         if (problem := settings_not_in_force(dict(diagnosis.settings))) is not None:
             tell(f"fulltilt: {problem}")
         if dict(diagnosis.settings).get("asked.persistent_workers") and any(
@@ -291,46 +291,46 @@ def end_run(
             tell(f"  settings found: {own / store.SETTINGS_FILE} (for fulltilt run --settings)")
     except FulltiltError as error:
         complain(str(error))
-    except Exception as error:  # a mistake of ours is no failure of the job's
+    except Exception as error:  # our bug must not fail the job
         if os.environ.get("FULLTILT_DEBUG"):
             raise
         what = f"{type(error).__name__}: {error}"
-        tell(f"fulltilt: this run could not be explained, by a mistake of Fulltilt's own ({what})")
-        tell(f"  what was recorded of it: {folder}")
+        tell(f"fulltilt: this run could not be explained because of a bug in Fulltilt ({what})")
+        tell(f"  its recording: {folder}")
 
 
 def speaks_for_job(folder: Path, task: Task) -> bool:
-    """Whether this task tells the verdict of the whole job: the first one does, by its number or by its rank."""
+    """Whether this task reports on the whole job: the first one does, by its number or by its rank."""
     return task.number == 0 if task.number is not None else 0 in store.read_ranks(folder)
 
 
 def settings_not_in_force(settings: Mapping[str, object]) -> str | None:
-    """That the workers of `--settings` did not come into force, and what to do; None when they did."""
+    """Why the workers of `--settings` were not applied, and what to do; None when they were."""
     asked, workers = settings.get("asked.num_workers"), settings.get("num_workers")
     if asked is None or workers in (None, asked) or "live" in settings:
         return None
     where = settings.get("loader")
     return (
-        f"--settings is not in force: the training loader at {where} has num_workers={workers}, not {asked}. "
+        f"--settings was not applied: the training loader at {where} has num_workers={workers}, not {asked}. "
         f'A loader that does not shuffle must be named in the file: "loader": "{where}". '
-        "One that a library makes in a way of its own takes them in the library's own call only"
+        "Some libraries take these settings in their own call only"
     )
 
 
 def ended_by_itself(folder: Path) -> bool:
-    """Whether the processes that trained came to their own end, and wrote it down."""
+    """Whether all training processes recorded that they ended by themselves."""
     try:
         ranks = store.read_ranks(folder).values()
     except (FulltiltError, OSError):
-        return False  # nobody knows; it is told where the run is explained
+        return False  # unknown; reported where the run is explained
     return bool(ranks) and all(rank.finished for rank in ranks)
 
 
 def state_of(status: int, by_itself: bool = False) -> Literal["done", "crashed", "interrupted", "killed"]:
-    """How a job ended, from its exit status, and whether the training processes came to their own end."""
+    """How a job ended, from its exit status and whether the training processes ended by themselves."""
     if status == 0:
         return "done"
-    number = -status if status < 0 else status - 128  # a shell in front tells 128 and the signal; so may any script
+    number = -status if status < 0 else status - 128  # a shell reports 128 plus the signal; so may any script
     if number == signal.SIGINT:
         return "interrupted"
     return "killed" if status < 0 or (number in FATAL and not by_itself) else "crashed"

@@ -1,6 +1,6 @@
-"""A training script as its user wrote it. It knows nothing of Fulltilt; `fulltilt demo` explains and tunes it.
+"""The training script of `fulltilt demo`. It knows nothing of Fulltilt.
 
-Its pictures lie on a slow disk: each takes 2 ms to come. The loader has no workers, so the training waits for them all.
+Reading an image takes 2 ms, as from a slow disk. The loader has no workers, so training waits for each of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ READ_S = 0.002
 
 
 class PicturesOnASlowDisk(Dataset[tuple[torch.Tensor, int]]):
-    """A disc or a square somewhere in noise. The same index is always the same picture."""
+    """A disc or a square in noise; an index always gives the same image."""
 
     def __len__(self) -> int:
         return PICTURES
@@ -36,7 +36,7 @@ class PicturesOnASlowDisk(Dataset[tuple[torch.Tensor, int]]):
 
 
 def main() -> None:
-    """Train; the line of each epoch names the weights after it."""
+    """Train; each epoch prints a hash of its weights."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--epochs", type=int, default=3)
     epochs = arguments.parse_args().epochs

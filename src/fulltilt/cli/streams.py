@@ -1,6 +1,6 @@
-"""The command's own standard streams and what it tells there: errors, hints and one status line.
+"""Standard output and standard error of a command: errors, hints and one status line.
 
-The streams are there, take any character, and what goes to stderr never fails.
+Both streams exist and take any character; writing to standard error never fails.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fulltilt.report.console import PIPED_COLUMNS, can_redraw, let_print
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# What argparse, click and others end with when they do not know a flag.
+# Exit code of argparse, click and others for an unknown flag.
 USAGE_ERROR = 2
-# Of a verb that runs a job: what stands behind the first word of that is not for us.
-JOB_BEHIND_IT = {"context_settings": {"allow_interspersed_args": False}, "options_metavar": "[OPTIONS] [--]"}
+# For commands that run a job: flags after the first word of the job belong to the job.
+JOB_COMMAND = {"context_settings": {"allow_interspersed_args": False}, "options_metavar": "[OPTIONS] [--]"}
 
 
 class _BestEffortFile(io.FileIO):
-    """Drops what cannot be written: a full disk under a log, or a reader that has gone, is no reason to stop a job."""
+    """Drops what cannot be written: a full disk or a closed pipe must not stop a job."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -36,9 +36,9 @@ class _BestEffortFile(io.FileIO):
 
 
 def prepare() -> None:
-    """Make standard output and standard error fit for everything that a verb prints."""
+    """Make standard output and standard error take everything that a command prints."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # started with it closed: >&-
+        if getattr(sys, name) is None:  # closed by the shell: >&-
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open to the end
     given = sys.__stderr__  # Python holds on to it, so that its descriptor stays open
     if given is not None and sys.stderr is given:
@@ -49,12 +49,12 @@ def prepare() -> None:
 
 
 def silence_stdout() -> None:
-    """What is still buffered cannot be written either; Python would complain again when it flushes at exit."""
+    """Drop what is still buffered: Python would complain again when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(message: str) -> None:
-    """Tell of an error, what to do about it indented below."""
+    """Print an error, and what to do about it indented below."""
     first, *rest = message.strip().splitlines() or ["failed"]
     tell(f"fulltilt: {first}")
     for line in rest:
@@ -62,30 +62,30 @@ def complain(message: str) -> None:
 
 
 def tell(line: str = "") -> None:
-    """Print a line on standard error. Names of files and processes in it may hold anything."""
+    """Print a line on standard error, with control characters made visible."""
     from fulltilt.figures import clean
 
     print(clean(line), file=sys.stderr, flush=True)
 
 
 def examples(*commands: str) -> str:
-    """The end of a verb's help: commands to copy, each with what it does behind a #. The help does not re-wrap them."""
+    """The examples at the end of a help text, which typer does not re-wrap."""
     return "\b\nExamples:\n" + "\n".join(f"  {command}" for command in commands)
 
 
 def tell_wrapped(line: str, *, bold: bool = False) -> None:
-    """Like ``tell``; the line is wrapped at words and hangs below its beginning, in a log at ``PIPED_COLUMNS``."""
+    """Like ``tell``, wrapped at words with a hanging indent; in a log at ``PIPED_COLUMNS``."""
     from fulltilt.figures import clean
 
-    seen = sys.stderr.isatty()
-    bold = bold and seen and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-    columns = shutil.get_terminal_size((80 if seen else PIPED_COLUMNS + 1, 24)).columns
+    is_terminal = sys.stderr.isatty()
+    bold = bold and is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    columns = shutil.get_terminal_size((80 if is_terminal else PIPED_COLUMNS + 1, 24)).columns
     for row in wrapped(clean(line), columns):
         print(f"\x1b[1m{row}\x1b[0m" if bold else row, file=sys.stderr, flush=True)
 
 
 def wrapped(line: str, columns: int) -> list[str]:
-    """The rows of a line: ``  1. Data loading: …`` goes on below ``Data``, any other two spaces in."""
+    """The rows of a line. ``  1. Data loading: …`` continues below ``Data``, any other line two spaces in."""
     beginning = len(line) - len(line.lstrip(" 0123456789.")) if line.startswith(" ") else 2
     rows = textwrap.wrap(
         line, max(columns - 1, 30), subsequent_indent=" " * beginning, break_long_words=False, break_on_hyphens=False
@@ -93,17 +93,17 @@ def wrapped(line: str, columns: int) -> list[str]:
     return rows or [""]
 
 
-def tell_of_flags(verb: str, flags: Collection[str], arguments: Sequence[str]) -> None:
-    """Tell where those ``flags`` of a verb belong that stand behind the first of the job's arguments."""
-    behind = {argument.partition("=")[0] for argument in arguments[1:]}
-    for flag in (flag for flag in flags if flag in behind):
-        tell(f"fulltilt: {flag} goes to the script; a flag of fulltilt {verb} stands before it")
+def warn_of_flags(command: str, flags: Collection[str], arguments: Sequence[str]) -> None:
+    """Warn of ``flags`` of a command that were given after the script, and so to the script."""
+    given = {argument.partition("=")[0] for argument in arguments[1:]}
+    for flag in (flag for flag in flags if flag in given):
+        tell(f"fulltilt: {flag} was given to the script; flags of fulltilt {command} go before it")
 
 
 class StatusBar:
-    """One line in the terminal's last row that the job's own output scrolls past, and that leaves nothing behind.
+    """One line in the terminal's last row, above which the job's output scrolls; it is erased at the end.
 
-    Does nothing where the stream is no terminal, and in a notebook, whose cells run commands under one.
+    Does nothing where the stream is no terminal, nor in a notebook.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -120,7 +120,7 @@ class StatusBar:
             return
         out = ""
         if rows != self._rows:
-            # A new line first, so that the reserved row is not one with output on it; then shrink what scrolls.
+            # A new line first, so that the reserved row holds no output; then shrink the scrolling region.
             out += f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A"
             self._rows = rows
         line = text if len(text) < columns else text[: columns - 2] + "…"

@@ -1,4 +1,4 @@
-"""`fulltilt train NAME`: a recipe, with the flags that all share and its own."""
+"""`fulltilt train NAME`: trains a recipe. Its flags are those of all recipes and its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLES = (
     "fulltilt train carclip --data cars --gpus 2 --max-time 11h",
     "fulltilt train visobert --config config.yaml  # the same command resumes",
 )
-# Which flags there are depends on the recipe: they are read by the recipe's own command, below.
+# The flags depend on the recipe, so its own command parses them, below.
 COMMAND = {
     "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
     "add_help_option": False,
@@ -49,7 +49,7 @@ def train(arguments: Annotated[list[str] | None, typer.Argument(metavar="NAME [O
 
 
 def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None) -> int:
-    """Train as flags and config ask for; returns the exit code. Raises UsageError for what is wrong with them."""
+    """Train with these flags and this config; returns the exit code. Raises UsageError where they are wrong."""
     require(recipe.name)
     request = flagged.read(recipe, given, config)
     from fulltilt.train import exit_code_of
@@ -58,7 +58,7 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
 
     out = request.out
     if os.path.lexists(out):
-        claim(out)  # before anything is read there, or said there
+        claim(out)  # before anything is read or written there
     of_ranks = 0
 
     def body() -> None:
@@ -71,7 +71,7 @@ def run_recipe(recipe: Recipe, given: dict[str, Any], config: Path | None = None
         claim(out)
         code = relaunch(request.gpus, request.settings.device) if request.gpus else None
         if code is not None:
-            of_ranks = code  # the ranks have said what there was to say
+            of_ranks = code  # the ranks have printed their errors
         else:
             recipe.run(request)
 
@@ -122,7 +122,7 @@ def _annotation(flag: flagged.Flag) -> Any:
         kind, metavar = str, "TIME"
     default = "on" if flag.default is True else flag.default
     shown = "" if default is None or default is False else f" [default: {default}]"
-    # None, not the default: what was given on the command line wins over the config, what was not does not.
+    # None, not the default: only flags that were given win over the config.
     return Annotated[
         kind | None, typer.Option(f"--{word}", metavar=metavar, help=flag.help + shown, show_default=False)
     ]

@@ -1,4 +1,4 @@
-"""`fulltilt tune`: trials of a script, verified, with a settings file and a diff of its source."""
+"""`fulltilt tune`: tries settings in short trials, verifies the best, writes a settings file and a diff."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fulltilt import store
-from fulltilt.cli.streams import JOB_BEHIND_IT, StatusBar, tell, tell_of_flags, tell_wrapped
+from fulltilt.cli.streams import JOB_COMMAND, StatusBar, tell, tell_wrapped, warn_of_flags
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, UsageError
 from fulltilt.figures import count, duration_s, seconds
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes
@@ -57,10 +57,10 @@ from fulltilt.tuning.study import Study, StudyRecord, least_budget_s, next_step
 from fulltilt.tuning.trial.isolation import Isolation, choose
 from fulltilt.tuning.verification import Comparison, winner
 
-# Flags that no training script is likely to have; behind the script they are given to it.
+# Flags that a training script hardly has; after the script they are given to it.
 OWN_FLAGS = ("--budget", "--allow", "--apply", "--trial-limit", "--in-place")
 STOPPED_EARLY = 3
-# Of the memory that is free at the beginning: what a trial may hold before it is ended.
+# The share of the memory free at the start that a trial may use before it is ended.
 TRIAL_MEMORY = 0.9
 DIFF_FILE = "change.diff"
 
@@ -71,7 +71,7 @@ EXAMPLES = (
     "fulltilt tune --allow batch,precision train.py",
     "fulltilt tune cod --data /data/COD10K-v3     # a recipe",
 )
-COMMAND = JOB_BEHIND_IT
+COMMAND = JOB_COMMAND
 
 
 def tune(
@@ -79,49 +79,47 @@ def tune(
         list[str] | None,
         typer.Argument(metavar="SCRIPT ARGS | -m MODULE ARGS | RECIPE ARGS", show_default=False, hidden=True),
     ] = None,
-    budget: Annotated[
-        str, typer.Option(metavar="TIME", help="Time for all trials together, such as 90s, 10m or 1h.")
-    ] = "10m",
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Time for all trials, such as 90s, 10m or 1h.")] = "10m",
     allow: Annotated[
         str,
-        typer.Option(help="What may change besides the loader: batch,accumulation,precision,compile.", metavar="NAMES"),
+        typer.Option(metavar="NAMES", help="Also tune these: batch,accumulation,precision,compile."),
     ] = "",
-    apply: Annotated[bool, typer.Option("--apply", help="Write the verified change into the source.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Write the verified change into the source file.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Study folder; a stopped study goes on there. [default: fulltilt-runs/…]"),
+        typer.Option(metavar="DIR", help="Study folder; name it again to resume a study. [default: fulltilt-runs/…]"),
     ] = None,
     trial_limit: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Longest time of one trial, such as 60s.")
+        str | None, typer.Option(metavar="TIME", help="Time limit of one trial, such as 60s.")
     ] = None,
     in_place: Annotated[
-        bool, typer.Option("--in-place", help="Let trials change your files, where nothing can keep them from it.")
+        bool, typer.Option("--in-place", help="Run trials without isolation: they can change your files.")
     ] = False,
-    module: Annotated[bool, typer.Option("-m", help="Study a module, as python -m runs it.")] = False,
+    module: Annotated[bool, typer.Option("-m", help="Tune a module, as python -m runs it.")] = False,
 ) -> None:
     """Try settings in short trials and verify the best one.
 
-    Trials change no file of yours. The winner is measured against your settings in turns; it is
-    written to settings.json for fulltilt run --settings, and as a diff of the DataLoader call.
+    Trials change none of your files. The best settings are measured again, in turns with yours, then written
+    to settings.json (for fulltilt run --settings) and as a diff of the DataLoader call.
     """
     arguments = (["-m"] if module else []) + list(command or [])
     if not arguments:
         raise UsageError("nothing to tune", "Give a script: fulltilt tune train.py ARGS")
     arguments = with_recipe_command(arguments)
-    # A recipe is of this Fulltilt, wherever the user's PATH leads.
+    # A recipe runs in this Fulltilt, whatever is on the user's PATH.
     resolved = job_command(["-m", *arguments] if _is_recipe(arguments) else arguments)
     budget_s = seconds_of("--budget", budget)
     trial_limit_s = None if trial_limit is None else seconds_of("--trial-limit", trial_limit)
     allowed = parse_allow(allow)
-    tell_of_flags("tune", OWN_FLAGS, arguments)
-    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: what is temporary is deleted on the way out
+    warn_of_flags("tune", OWN_FLAGS, arguments)
+    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: temporary files are deleted on the way out
         if signal.getsignal(number := getattr(signal, name, signal.SIGTERM)) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     isolation, reasons = choose(in_place)
     if isolation is None:
         raise MachineError(
-            f"nothing on this system keeps trials from your files: {'; '.join(reasons)}",
-            "Tune a copy of your folder with --in-place: what the script writes or deletes is real then.",
+            f"this system cannot isolate trials from your files: {'; '.join(reasons)}",
+            "Tune in a copy of your folder with --in-place: the script then really writes and deletes.",
         )
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", job_name(arguments[2:] if _is_recipe(arguments) else arguments))
     folder = out or Path("fulltilt-runs") / f"{datetime.now():%Y%m%d-%H%M%S}-tune-{name[:60]}"
@@ -160,21 +158,21 @@ def run_study(
     trial_limit_s: float | None,
     apply: bool,
 ) -> int:
-    """Run a study and print what it found. Returns 0, or 3 when it was stopped early; raises when nothing was found."""
+    """Run a study and print its result. Returns 0, or 3 when it was stopped early; raises when nothing was measured."""
     space = Space(cpu_capacity().usable, allow, int(TRIAL_MEMORY * memory_headroom_bytes()))
     bar = StatusBar(sys.stderr)
     ends_s = time.monotonic() + budget_s
     study = Study(arguments, command, folder, space, isolation, trial_limit_s, _say)
     _say(isolation.sentence)
     if study.trials:
-        _say(f"{folder} has {count('trial', len(study.trials))} already; the study goes on from there")
+        _say(f"resuming the study in {folder}, which has {count('trial', len(study.trials))}")
 
     def trying(attempt: Attempt, wall_s: float) -> None:
         if bar.on:
             best = best_of(study.trials)
             so_far = "" if best is None else f" · best so far {rate_words(best)} samples/s"
             what = "the script" if attempt.settings == Settings() else in_words(attempt.settings)
-            # The reason comes last: a narrow terminal cuts it off.
+            # The reason last: a narrow terminal cuts it off.
             bar.show(f"fulltilt tune · {what} · {seconds(wall_s)}{so_far} · {attempt.why}")
 
     def tried(trial: Trial) -> None:
@@ -182,9 +180,8 @@ def run_study(
         left_s = ends_s - time.monotonic()
         if trial.purpose == "start" and (needed_s := least_budget_s(study.trials, study.space, left_s)) is not None:
             _say(
-                f"this trial took {seconds(trial.wall_s)}, and what is left of the budget "
-                f"({seconds(max(left_s, 0.0))}) is too little to try a change and verify it with one pair of trials; "
-                f"--budget {math.ceil(needed_s / 60)}m would do"
+                f"this trial took {seconds(trial.wall_s)}; the {seconds(max(left_s, 0.0))} left of the budget are "
+                f"too short to try a change and verify it with one pair of trials: use --budget {math.ceil(needed_s / 60)}m"
             )
 
     stopped = False
@@ -197,13 +194,13 @@ def run_study(
         bar.close()
         study.close()
     if stopped or next_step(study.trials, study.space, math.inf) is not None:
-        why = "stopped" if stopped else "the time was over before everything was tried"
+        why = "stopped" if stopped else "the budget ended before everything was tried"
         allowed = ["--allow", ",".join(sorted(allow))] if allow else []
         allowed += ["--in-place"] if isolation.kind == "none" else []
         allowed += ["--apply"] if apply else []
         again = shlex.join(["fulltilt", "tune", "--out", str(folder), *allowed, *arguments])
-        kept = "what was learned is kept" if study.trials else "no trial has ended yet"
-        _say(f"{why}; {kept}. Go on with:")
+        kept = "finished trials are kept" if study.trials else "no trial has finished yet"
+        _say(f"{why}; {kept}. To resume:")
         tell(f"  {again}")
     if stopped and not study.trials:
         return STOPPED_EARLY
@@ -219,9 +216,9 @@ def _say(text: str) -> None:
 
 
 def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply: bool, stopped: bool = False) -> None:
-    """Print what a study found and write its files. Raises when the script as it is could not be measured.
+    """Print what a study found and write its files. Raises when the unchanged script could not be measured.
 
-    ``stopped``: by the user, before it was through.
+    ``stopped``: by the user, before the study had ended.
     """
     console = open_console(goes_on=True)
     won = show_study(console, record, trials, folder, stopped)
@@ -229,15 +226,15 @@ def end_study(record: StudyRecord, trials: Sequence[Trial], folder: Path, apply:
         OwnedFolder(folder.absolute()).remove(name)  # of an earlier answer
     if won is not None:
         in_force = next(trial.in_force for trial in trials if is_valid(trial) and trial.settings == won.candidate)
-        _hand_over(console, record, won.candidate, in_force, folder, apply)
+        _write_winner(console, record, won.candidate, in_force, folder, apply)
     elif apply:
-        console.print(Text("--apply: there is no verified change, so nothing was written."))
+        console.print(Text("--apply: nothing was written, since no change was verified."))
 
 
 def show_study(
     console: Console, record: StudyRecord, trials: Sequence[Trial], folder: Path, stopped: bool = False
 ) -> Comparison | None:
-    """Print the solutions, and what was verified. Returns the winner; raises as `end_study` does."""
+    """Print the solutions and what was verified. Returns the winner; raises as `end_study` does."""
     found = [trial for trial in trials if is_valid(trial)]
     if not found:
         raise _nothing_measured(trials, folder)
@@ -262,17 +259,17 @@ def show_study(
     return won
 
 
-def _hand_over(
+def _write_winner(
     console: Console, record: StudyRecord, settings: Settings, in_force: Settings, folder: Path, apply: bool
 ) -> None:
-    """The winner as a settings file and as a change of the source."""
+    """Write the winner as a settings file and as a diff of the source."""
     settings_for = {LOADER: record.loader.where} if record.loader is not None and record.loader.where else {}
     store.write_json(folder / SETTINGS_FILE, {**rid_of_none(loader_settings(in_force)), **settings_for})
     if record.loader is None or record.loader.made_by != "fulltilt":
         again = shlex.join(["fulltilt", "run", "--settings", str(folder / SETTINGS_FILE), *record.command])
         rest = replace(settings, **dict.fromkeys(LOADER_SETTINGS))
         only = "" if rest == Settings() else f", the loader's part alone, not {in_words(rest)}"
-        console.print(Text(f"Without a change to the script{only}: {again}"), soft_wrap=True)  # to be copied as it is
+        console.print(Text(f"Without a change to the script{only}: {again}"), soft_wrap=True)  # a command to copy
     for line in manual_steps(settings):
         console.print(Text(line))
     with_batch = settings.batch_size is not None
@@ -293,17 +290,17 @@ def _hand_over(
         back = shlex.join(["patch", "-R", *files])
         console.print(Text(f"Written into {change.path}; take it back with: {back}"), soft_wrap=True)
     else:
-        # Not by --apply: the study would go on, or start over, and may write another one.
+        # Not with --apply: that would resume the study, or start a new one, and may write another change.
         write = shlex.join(["patch", *files])
         console.print(Text(f"The diff is in {folder / DIFF_FILE}; write it with: {write}"), soft_wrap=True)
 
 
 def _nothing_measured(trials: Sequence[Trial], folder: Path) -> FulltiltError:
     if not trials:
-        return UsageError("no trial was made", "Give it more time: --budget 10m")
+        return UsageError("no trial has finished", "Give it more time: --budget 10m")
     last = trials[-1]
     where = f"Its output is in {folder / (last.folder or '')}/output.txt"
-    what = f"the script as it is could not be measured: {last.note or last.state}"
+    what = f"the unchanged script could not be measured: {last.note or last.state}"
     if last.state == "timed_out":
         return UsageError(what, f"Give it more time with --budget, and with --trial-limit where you set it. {where}")
     if last.state == "oom":

@@ -1,4 +1,4 @@
-"""`fulltilt watch`: a live monitor for a second terminal; plain lines where there is none."""
+"""`fulltilt watch`: a live monitor for a second terminal; plain lines where the output is no terminal."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from fulltilt.report.status_line import sample_lines
 from fulltilt.report.watch_screen import WatchView, watch_lines
 from fulltilt.store import LineWriter, read_lines
 
-# The longest history that any window shows: a column a sample.
+# The longest history that any window shows, at one column a sample.
 _MOST_SAMPLES = 1000
 
 # How soon a key and a new window size are noticed.
 _KEY_WAIT_S = 0.1
 
-# One reading needs two moments: CPU use and SM activity are means over the time between them.
+# CPU use and SM activity are means between two moments: one reading takes this long.
 _ONCE_S = 0.5
 
 _QUIT = ("q", "Q")
@@ -51,16 +51,16 @@ def watch(
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two readings.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one reading and end.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append the readings to this file, a JSON object a line.")
+        Path | None, typer.Option(metavar="FILE", help="Append the readings to this file, one JSON object a line.")
     ] = None,
 ) -> None:
     """Watch GPUs, CPUs, memory, disk and training jobs live; q quits.
 
-    Where the output is not a terminal, and with --once, each reading is a status line for each GPU.
+    Where the output is not a terminal, and with --once, prints one line for each GPU and reading.
     """
     if not 0.1 <= interval <= 3600:
         raise UsageError(f"--interval {interval:g} is not between 0.1 and 3600 seconds")
-    # Before the screen opens, so that a complaint stays readable.
+    # Before the screen opens, so that an error stays readable.
     readings = Readings(None if out is None else _opened(out))
     console = open_console(follows_window=True)
     with contextlib.closing(readings), Gpus.open(all_devices=True) as gpus:
@@ -78,13 +78,13 @@ def _opened(out: Path) -> LineWriter:
         if out.is_file() and out.stat().st_size:
             next(read_lines(out, Sample))
     except (RunFolderError, StopIteration) as error:
-        what = f"{out} exists and holds something else than readings of fulltilt watch"
+        what = f"{out} exists and does not hold readings of fulltilt watch"
         raise ForeignFiles(what, "Choose another file with --out.") from error
     return LineWriter(out)
 
 
 class Readings:
-    """Samples as a sampler's thread takes them, written down on request."""
+    """Samples that the sampler's thread has taken; written to a file as they are fetched."""
 
     def __init__(self, writer: LineWriter | None) -> None:
         self.arrived: queue.SimpleQueue[Sample] = queue.SimpleQueue()
@@ -96,7 +96,7 @@ class Readings:
             self._writer.close()
 
     def take(self, wait: bool) -> Sample | None:
-        """The next sample, written down; None if there is none and ``wait`` is false. Raises RunFolderError."""
+        """The next sample, also written to the file; None if there is none yet. Raises RunFolderError."""
         try:
             sample = self.arrived.get(block=wait)
         except queue.Empty:
@@ -117,7 +117,7 @@ def _print_lines(readings: Readings, gpus: Gpus, once: bool) -> None:
 
 
 class WatchScreen:
-    """The recent samples and the jobs, drawn for the window as it is at the moment."""
+    """The recent samples and the jobs, drawn for the window's current size."""
 
     def __init__(self, console: Console, gpus: Gpus, interval_s: float, recording: str | None) -> None:
         self.console = console
@@ -148,14 +148,14 @@ class WatchScreen:
 
 
 def _show_until_quit(readings: Readings, screen: WatchScreen) -> None:
-    # `kill`, too, ends us by way of the cleaning-up that restores the terminal.
+    # `kill` must restore the terminal, too.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     while _show_until_key(readings, screen) == _SUSPEND:
-        os.kill(0, signal.SIGTSTP)  # stops the whole job, as the terminal itself would; `fg` lets us go on
+        os.kill(0, signal.SIGTSTP)  # stops the whole process group, as the terminal would; `fg` continues
 
 
 def _show_until_key(readings: Readings, screen: WatchScreen) -> str:
-    """Draw until a key ends it; returns that key. The terminal is then as it was."""
+    """Draw until a key ends it; returns that key. The terminal is restored."""
     live = Live(console=screen.console, screen=True, auto_refresh=False)
     with _keyboard() as next_key, live:
         drawn, key = None, ""
@@ -177,7 +177,7 @@ def _no_key(wait_s: float) -> str:
 
 @contextlib.contextmanager
 def _keyboard() -> Iterator[Callable[[float], str]]:
-    """A function that waits some seconds for a key and returns it, or ``""``. The terminal is restored at the end."""
+    """A function that waits some seconds for a key and returns it, or ``""``. Restores the terminal."""
     if sys.platform == "win32" or not sys.stdin.isatty():  # Ctrl-C ends it there
         yield _no_key
         return
@@ -196,7 +196,7 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
     try:
         tty.setcbreak(keyboard)
         mode = termios.tcgetattr(keyboard)
-        mode[3] |= termios.NOFLSH  # or Ctrl-C would throw away a key that was about to be read, and be lost with it
+        mode[3] |= termios.NOFLSH  # or Ctrl-C would discard a key that is about to be read, and be lost with it
         mode[6][termios.VSUSP] = b"\0"  # Ctrl-Z comes as a key: the screen must be left before we stop
         termios.tcsetattr(keyboard, termios.TCSANOW, mode)
         yield key

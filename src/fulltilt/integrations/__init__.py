@@ -1,1 +1,1 @@
-"""Hooks of other trainers, translated into marks of a recording. Nothing else happens here."""
+"""Other trainers: their callbacks become marks of a recording."""

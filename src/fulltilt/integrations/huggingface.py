@@ -32,7 +32,7 @@ class FulltiltCallback(TrainerCallback):  # type: ignore[misc]
         self.recording.mark_epoch(int(state.epoch or 0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A step has ended: the trainer evaluates and saves next, where it was told to."""
+        """A step has ended: the trainer may evaluate and save next."""
         if control.should_save and not control.should_evaluate:
             self.recording.mark_checkpoint(True)
 
@@ -59,7 +59,7 @@ class FulltiltCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def asked_of(args: Any) -> Settings:
-    """What TrainingArguments ask for; the batch size is that of a whole batch, over all ranks."""
+    """The settings in TrainingArguments; the batch size is that of all ranks together."""
     return Settings(
         num_workers=args.dataloader_num_workers,
         prefetch_factor=args.dataloader_prefetch_factor,

@@ -19,7 +19,7 @@ except ImportError:
 
 
 class FulltiltCallback(Callback):  # type: ignore[misc]
-    """Records from the start of a fit to its end; marks epochs and validation. Saving is seen by itself."""
+    """Records from the start of a fit to its end; marks epochs and validation."""
 
     def __init__(self, folder: str | Path = "fulltilt-runs/lightning") -> None:
         self.recording = Recording(folder)

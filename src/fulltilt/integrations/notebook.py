@@ -20,7 +20,7 @@ RUNS = Path("fulltilt-runs")
 
 
 def register(shell: Any) -> None:
-    """Add both magics to a shell of IPython's."""
+    """Add both magics to an IPython shell."""
 
     def fulltilt(line: str, cell: str | None = None) -> None:
         if cell is None:
@@ -41,7 +41,7 @@ def _record(shell: Any, line: str, cell: str) -> None:
         case _:
             raise UsageError(f"%%fulltilt takes --out DIR, not {line}", "%fulltilt RUN, without a cell, shows a run.")
     recording = Recording(out, name="notebook").start()
-    # As a cell of its own: its lines are named, and what goes wrong in it is shown, as if the magic were not there.
+    # As a cell of its own: tracebacks and line numbers are those of a cell without the magic.
     result = shell.run_cell(cell)
     recording.stop(error=result.error_in_exec or result.error_before_exec)
 

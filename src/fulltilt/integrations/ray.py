@@ -1,7 +1,7 @@
 """Ray Train: ``TorchTrainer(recorded(train_loop, "/shared/runs/a"), ...)`` records every worker and explains the job.
 
-Each worker writes a folder of its own in the given one, which all nodes must share; `fulltilt report` reads them as one
-run. A run that Ray restarts is the next attempt of the same job. Ray Data's batches are seen as any loader's.
+Each worker writes its own folder below the given one, which all nodes must share; `fulltilt report` reads them as one
+run. A run that Ray restarts is the next attempt of the same job. Batches of Ray Data are recorded like any loader's.
 """
 
 from __future__ import annotations
