@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from fulltilt import store
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.space import Space, is_valid, rid_of_none, start_of
+from fulltilt.tuning.space import Space, is_valid, start_of
 from fulltilt.tuning.study import Study
 from fulltilt.tuning.trial.isolation import choose
 from fulltilt.tuning.trial.throughput import Patience
@@ -72,7 +73,7 @@ def measure(
     chosen = Settings() if won is None else won.candidate
     in_force = next(trial.in_force for trial in study.trials if trial.settings == chosen and is_valid(trial))
     settings = with_workers(in_force.num_workers or 0, device, in_force.prefetch_factor or 2)
-    figures.note(job.name, study_s=study_s, study_trials=len(study.trials), study_settings=rid_of_none(chosen))
+    figures.note(job.name, study_s=study_s, study_trials=len(study.trials), study_settings=store.encode(chosen))
     turns: list[tuple[float, float]] = []
     while len(turns) < TURNS and (not turns or figures.has_time_for(job.name, "study_turn", 2 * TURN_S)):
         turns.append((rate(job, settings, device, point_s), rate(job, best, device, point_s)))
@@ -92,5 +93,5 @@ def measure(
 
 def _note(figures: Figures, job: Job, number: int, trial: Trial) -> None:
     shown = f"{trial.samples_per_s:.0f} samples/s" if trial.samples_per_s else f"{trial.state} {trial.note or ''}"
-    line = f"{trial.purpose} {rid_of_none(trial.settings)}: {shown}, {trial.wall_s or 0:.1f} s"
+    line = f"{trial.purpose} {store.encode(trial.settings)}: {shown}, {trial.wall_s or 0:.1f} s"
     figures.note(job.name, **{f"study_trial_{number}": line})

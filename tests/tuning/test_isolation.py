@@ -308,13 +308,13 @@ def test_without_namespaces_saves_are_redirected_and_other_writes_refused(job: P
     before = state(job.parent)
     done = tune(job, "landlock")
     assert done.returncode == 0, done.stderr
-    assert "trials may write into their scratch folder only (Landlock)" in one_line(done.stderr)
+    assert "trials can write to their scratch folder only (Landlock)" in one_line(done.stderr)
     assert state(job.parent) == before
     script.write_text(destructive.partition("chmod")[0] + '", shell=True)\nopen("data.npy", "w")\n' + TRAINING)
     before = state(job.parent)
     done = tune(job, "landlock", "--trial-limit", "60s", "--allow", "batch", "--out", "study2")
     assert done.returncode == 2
-    assert "a trial may not write data.npy here" in done.stderr
+    assert "a trial may not write data.npy" in done.stderr
     after = state(job.parent)
     assert {name: found for name, found in after.items() if "study" not in name} == before
 

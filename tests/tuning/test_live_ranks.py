@@ -108,7 +108,7 @@ def test_all_ranks_get_the_same_at_a_batch_that_none_has_reached(folders: list[P
     for number, batches in enumerate([(30, 33), (90, 80)]):
         for one, batch in zip(ranks, batches, strict=True):
             assert one.agreed("train.py:3 0", number, batch, 10.0) is None
-            one.say(report(batch, wait_share=batch / 100))
+            one.write(report(batch, wait_share=batch / 100))
         assert ranks[1].agreed("train.py:3 0", number, batches[1], 10.0) is None  # rank 0 has not looked yet
         assert ranks[0].agreed("train.py:3 0", number, batches[0] + 8, 10.0) is None
         first, second = (one.agreed("train.py:3 0", number, 99, 10.0) for one in ranks)
@@ -123,7 +123,7 @@ def test_all_ranks_get_the_same_at_a_batch_that_none_has_reached(folders: list[P
 def test_as_long_as_a_report_is_missing_nothing_is_agreed(folders: list[Path]) -> None:
     ranks = [RankReports(folder, "group.3.0", rank, 3) for rank, folder in enumerate(folders)]
     for one in ranks:
-        one.say(report())
+        one.write(report())
         assert one.agreed("train.py:3 0", 0, 40, 10.0) is None
     assert ranks[0].agreed("train.py:3 0", 0, 4000, 10.0) is None
     assert ranks[0].waiting_for == 2
@@ -133,9 +133,9 @@ def test_as_long_as_a_report_is_missing_nothing_is_agreed(folders: list[Path]) -
 def test_a_loader_that_rank_0_leaves_alone_is_left_alone_by_all(reports_before: bool, folders: list[Path]) -> None:
     ranks = [RankReports(folder, "group.2.0", rank, 2) for rank, folder in enumerate(folders)]
     if reports_before:
-        ranks[0].say(report())
-    ranks[0].say(replace(report(), seen=None, left_alone="it is mine"))
-    ranks[1].say(report())
+        ranks[0].write(report())
+    ranks[0].write(replace(report(), seen=None, left_alone="it is mine"))
+    ranks[1].write(report())
     agreed = ranks[1].agreed("train.py:3 0", 0, 40, 10.0)
     assert agreed is not None
     assert (agreed.left_alone, agreed.batch) == ("on rank 0, it is mine", 40)
@@ -159,7 +159,7 @@ class TwoRanks:
         assert ranks is not None
         last = ranks._line(ranks._file(0), self.one.tuner._key, self.one.tuner._reported - 1)
         assert last is not None
-        self.other.say(replace(last, **what))
+        self.other.write(replace(last, **what))
 
     @property
     def is_waiting(self) -> bool:
@@ -250,10 +250,10 @@ def test_a_full_disk_ends_the_tuning_and_not_the_training(tmp_path: Path, monkey
 
     with tuning(tmp_path, [Knobs(2)]) as one:
         TwoRanks(one, tmp_path)
-        monkeypatch.setattr(RankReports, "say", full)
+        monkeypatch.setattr(RankReports, "write", full)
         loader = one.trains(DataLoader(Squares(SIZE), batch_size=2))
         assert len(list(loader)) == SIZE / 2
-        assert one.record.why == "tuning ended by an error of its own (RunFolderError: no space left on device)"
+        assert one.record.why == "an internal error ended tuning (RunFolderError: no space left on device)"
 
 
 def test_tasks_that_have_not_met_are_left_alone(tmp_path: Path) -> None:

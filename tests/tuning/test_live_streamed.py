@@ -111,7 +111,7 @@ def test_where_nothing_can_be_told_of_a_worker_there_is_none(tmp_path: Path) -> 
     with tuning(tmp_path, [], [None]) as one:
         assert passes_of(one.trains(DataLoader(Stream(), batch_size=4)), 6) == [list(range(SAMPLES))] * 6
         assert one.record.settings.num_workers == 0
-        assert "it cannot be told whether 1 worker pays" in one.record.why
+        assert "it is undecided whether 1 worker pays" in one.record.why
         assert "the job itself became" in str(one.record.moves[0].why)
 
 

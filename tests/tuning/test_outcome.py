@@ -87,7 +87,7 @@ def test_a_script_without_a_loader_has_nothing_to_tune() -> None:
     answer = Answer((), 900, (), complete=True)
     trial = trial_record(ATTEMPT, DONE, answer, examples.run_of(examples.rank(loaders=())), None)
     assert trial.state == "not_measured"
-    assert trial.note == "the script trained 900 steps without a batch of a DataLoader: there is no loader to tune"
+    assert trial.note == "the script trained 900 steps without a batch from a DataLoader: there is no loader to tune"
 
 
 def test_workers_that_a_library_did_not_take_were_not_measured() -> None:

@@ -57,7 +57,7 @@ def test_two_batch_sizes_tell_activations_from_workspace() -> None:
 def test_runs_of_two_models_are_not_one_line() -> None:
     other = observed(32)
     grown = replace(other.ranks[0], memory=replace(PARTS, parameters=7))
-    with pytest.raises(UsageError, match=r"b trained another model than a: 7 parameters against 26,214,400"):
+    with pytest.raises(UsageError, match=r"b and a trained different models: 7 and 26,214,400 parameters"):
         make_plan([replace(observed(8), folder="a"), replace(other, folder="b", ranks=(grown,))])
 
 
@@ -211,7 +211,7 @@ def test_one_step_tells_no_speed(steps: int, lack: str) -> None:
     """It was rated without the wait for its batch: 3125 samples/s of a loader that gives 431."""
     plan = make_plan([run_of(rank(loaders=(loader(),)), spans=(spans_of(steps=steps, compute=0.005),))])
     assert plan.samples_per_s is None
-    assert any(f"trained {lack}: nothing is known of its speed" in each for each in plan.lacks)
+    assert any(f"trained {lack}: its speed is unknown" in each for each in plan.lacks)
     assert all(row.buffer_s is None for row in plan.loading)
 
 

@@ -313,20 +313,18 @@ def test_a_busy_machine_is_told() -> None:
 
 def test_what_part_of_the_job_was_measured_is_told() -> None:
     slower = Trial(Settings(num_workers=2), "ok", 90.0, steps=41)
-    assert "measured the first 175 steps of the job, and nothing later" in verdict(
-        [replace(STARVED, steps=175), slower]
-    )
-    assert "nothing later" not in verdict([STARVED])
+    assert "measured only the first 175 steps of the job" in verdict([replace(STARVED, steps=175), slower])
+    assert "The trials measured" not in verdict([STARVED])
 
 
 def test_a_study_that_tried_nothing_says_why() -> None:
     assert "--budget" in verdict([STARVED])
     assert "was stopped" in verdict([STARVED], stopped=True)
-    assert "waits for data 1.0 %" in verdict([replace(STARVED, data_wait_share=0.01)])
+    assert "waits for data only 1.0 %" in verdict([replace(STARVED, data_wait_share=0.01)])
     assert verdict([STARVED], streams=True).startswith("Other numbers of workers were not tried: ")
     failed = Trial(Settings(num_workers=1), "crashed", note="address already in use")
-    assert "all 2 trials of others failed (crashed: address already in use)" in verdict([STARVED, failed, failed])
-    assert verdict([STARVED, failed, replace(STARVED, purpose="search")]).startswith("Nothing was found to be faster")
+    assert "all 2 trials failed (crashed: address already in use)" in verdict([STARVED, failed, failed])
+    assert verdict([STARVED, failed, replace(STARVED, purpose="search")]).startswith("Nothing faster was found")
 
 
 def test_the_settings_of_a_loader_change_nothing_else() -> None:
@@ -361,7 +359,7 @@ def test_a_study_that_was_stopped_does_not_say_that_its_time_was_over() -> None:
     found = [STARVED, Trial(faster, "ok", 130.0)]
     one_pair = [Trial(settings, "ok", 100.0, 90.0, 120.0, purpose="verify") for settings in (Settings(), faster)]
     for trials in (found, [*found, *one_pair]):
-        assert "no time was left" in verdict(trials)
+        assert "the budget (--budget) ended" in verdict(trials)
         told = verdict(trials, stopped=True)
         assert "was stopped" in told
         assert "time" not in told

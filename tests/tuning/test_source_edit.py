@@ -87,7 +87,7 @@ def test_nothing_is_guessed(source: str, line: int, given: tuple[str, ...], why:
 
 def test_what_would_change_something_else_is_refused() -> None:
     """Behind the last argument stands a parenthesis that `ast` does not show."""
-    with pytest.raises(CannotEdit, match="not changed by machine"):
+    with pytest.raises(CannotEdit, match="cannot be edited automatically"):
         edit_call(b"x = DataLoader((ds))\n", 1, {"num_workers": 8}, {"num_workers": 0})
 
 

@@ -255,7 +255,7 @@ def test_the_first_trial_tells_of_a_lock_and_of_a_loader_made_each_epoch(
     with contextlib.closing(Study(["train.py"], ["python", "train.py"], out, Space(4), IN_PLACE)) as study:
         assert next_attempt([start], study.space) == Attempt(Settings(num_workers=1), "search", "beside 2 workers")
     end_study(record, [start], out, apply=False)
-    assert "Workers wait for one lock (train.py:8)" in capsys.readouterr().out
+    assert "All workers wait for one lock (train.py:8)" in capsys.readouterr().out
 
 
 def test_what_the_budget_cuts_off_is_no_result_and_its_pair_is_made_anew(
@@ -396,8 +396,8 @@ def test_report_shows_a_study_again_and_writes_nothing(tmp_path: Path, capsys: p
     said = " ".join(capsys.readouterr().out.split())
     assert "trial 1: start: 100 samples/s, waits 90 %, took – trial 2: 3 workers: 300 samples/s, took – (best)" in said
     assert "trial 3: 4 workers: out of memory (CUDA out of memory)" in said
-    assert "Not verified: 3 workers looked faster, but no time was left (--budget) before it was sure." in said
-    assert "keep the settings that you have" in said
+    assert "Not verified: 3 workers looked faster, but the budget (--budget) ended before it was certain." in said
+    assert "keep your settings" in said
     assert sorted(folder.iterdir()) == before
 
 

@@ -51,7 +51,6 @@ from fulltilt.tuning.space import (
     is_valid,
     loader_settings,
     parse_allow,
-    rid_of_none,
 )
 from fulltilt.tuning.study import Study, StudyRecord, least_budget_s, next_step
 from fulltilt.tuning.trial.isolation import Isolation, choose
@@ -181,7 +180,7 @@ def run_study(
         if trial.purpose == "start" and (needed_s := least_budget_s(study.trials, study.space, left_s)) is not None:
             _say(
                 f"this trial took {seconds(trial.wall_s)}; the {seconds(max(left_s, 0.0))} left of the budget are "
-                f"too short to try a change and verify it with one pair of trials: use --budget {math.ceil(needed_s / 60)}m"
+                f"too short to try and verify a change: use --budget {math.ceil(needed_s / 60)}m"
             )
 
     stopped = False
@@ -264,7 +263,7 @@ def _write_winner(
 ) -> None:
     """Write the winner as a settings file and as a diff of the source."""
     settings_for = {LOADER: record.loader.where} if record.loader is not None and record.loader.where else {}
-    store.write_json(folder / SETTINGS_FILE, {**rid_of_none(loader_settings(in_force)), **settings_for})
+    store.write_json(folder / SETTINGS_FILE, {**store.encode(loader_settings(in_force)), **settings_for})
     if record.loader is None or record.loader.made_by != "fulltilt":
         again = shlex.join(["fulltilt", "run", "--settings", str(folder / SETTINGS_FILE), *record.command])
         rest = replace(settings, **dict.fromkeys(LOADER_SETTINGS))

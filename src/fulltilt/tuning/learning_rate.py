@@ -1,7 +1,7 @@
-"""The learning rate for another batch size, with its arithmetic. Pure functions.
+"""Scales the learning rate to another batch size and shows the arithmetic. Pure functions.
 
-Square root for optimizers that divide by the gradients' size (Adam and its like), linear for SGD. Deep supervision adds
-up several losses, so the rate is lower: 0.6 of it at the batch it was found for, 0.56 at one and a half, half at twice.
+By the square root of the ratio for optimizers that normalise gradients (such as Adam), linearly for SGD. Under deep
+supervision, which adds up losses, the rate is lower: 0.6 of it at the present batch, 0.56 at 1.5 times, 0.5 at twice.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import itertools
 import math
 from dataclasses import dataclass
 
-# Plain gradient steps: their noise falls with the batch as their length grows with the rate. All others normalise.
+# Optimizers that do not normalise the gradient.
 _LINEAR = frozenset({"SGD", "ASGD", "LARS"})
-# Deep supervision by the ratio of the batch sizes.
+# (ratio of the batch sizes, factor of the learning rate) under deep supervision.
 _DEEP_SUPERVISION = ((1.0, 0.6), (1.5, 0.56), (2.0, 0.5))
-# A rate this many times as high should not be met by fresh weights at once.
+# From this factor on, warm up.
 WARM_UP_FROM = 1.3
 WARM_UP = "warm up to it over the first 3 epochs, or 500 steps"
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """A learning rate for another batch, how it came about, and whether to warm up to it."""
+class ScaledRate:
+    """A learning rate for another batch size, its arithmetic, and advice to warm up."""
 
     rate: float
     arithmetic: str
@@ -30,10 +30,10 @@ class Scaled:
 
 def scale(
     rate: float, batch: int, new_batch: int, optimizer: str | None = None, deep_supervision: bool = False
-) -> Scaled:
+) -> ScaledRate:
     """The rate for ``new_batch`` samples a step when ``rate`` was right for ``batch``."""
     if new_batch == batch:
-        return Scaled(rate, f"{rate:.3g}, as it is", None)
+        return ScaledRate(rate, f"{rate:.3g}, as it is", None)
     ratio = new_batch / batch
     fraction = f"{new_batch}/{batch}"
     if optimizer in _LINEAR:
@@ -46,11 +46,11 @@ def scale(
         terms += f" × {deep_supervision_factor(ratio):.2f}/{deep_supervision_factor(1.0):.1f} (deep supervision)"
     scaled = rate * factor
     advice = f"the rate is {factor:.2g} × as high: {WARM_UP}" if factor >= WARM_UP_FROM else None
-    return Scaled(scaled, f"{terms} = {scaled:.3g}", advice)
+    return ScaledRate(scaled, f"{terms} = {scaled:.3g}", advice)
 
 
 def deep_supervision_factor(ratio: float) -> float:
-    """What deep supervision leaves of the rate at so many times the batch: linear between the figures above."""
+    """The factor of the rate at this ratio of batch sizes, interpolated between the figures above."""
     if ratio <= 1.0:
         return _DEEP_SUPERVISION[0][1]
     for (low, at_low), (high, at_high) in itertools.pairwise(_DEEP_SUPERVISION):
@@ -60,7 +60,7 @@ def deep_supervision_factor(ratio: float) -> float:
 
 
 def accumulation_for(batch: int, fits: int) -> tuple[int, int] | None:
-    """The parts and their size that keep the effective batch where only ``fits`` samples fit; None if none do."""
+    """(parts, samples in each) that make up ``batch`` where only ``fits`` samples fit at once; None if none do."""
     equal = ((parts, batch // parts) for parts in range(1, batch + 1) if batch % parts == 0)
     return next(((parts, size) for parts, size in equal if size <= fits), None)
 

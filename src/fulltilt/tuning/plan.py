@@ -1,7 +1,7 @@
-"""The plan: what one run, or several at different batch sizes, says about the next. Pure functions over runs.
+"""Plans the next run from one run, or from several at different batch sizes. Pure functions over runs.
 
-GPU memory by part and the batches that fit, here and into other GPUs' memory, what workers and their queue hold, and a
-metric's history for the time to a target.
+Covers GPU memory by part, the batch sizes that fit into this and other GPUs, the memory of workers and their queue, and
+the history of a metric, for the time to a target.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import training_loaders
 from fulltilt.errors import UsageError
 from fulltilt.records import GpuReading, Run
-from fulltilt.tuning.learning_rate import Scaled, accumulation_for, scale, uses_deep_supervision
+from fulltilt.tuning.learning_rate import ScaledRate, accumulation_for, scale, uses_deep_supervision
 from fulltilt.tuning.space import DEFAULT_PREFETCH, USABLE_VRAM, fit_line
 
 Hours = tuple[float, float]
 Points = tuple[tuple[float, float], ...]
 
-# The first step ends where counting begins: its time holds no wait for a batch.
+# Of a single step the time is not known: recording begins at its end.
 FEWEST_STEPS = 2
-# What CUDA itself takes on each GPU besides torch's memory: 0.4 to 0.6 GiB with cuBLAS and cuDNN loaded.
+# What CUDA takes on each GPU besides torch's memory: 0.4 to 0.6 GiB with cuBLAS and cuDNN loaded.
 CONTEXT_BYTES = 600 << 20
 METRICS_FILE = "metrics.csv"
 HUGGING_FACE_FILE = "trainer_state.json"
@@ -37,13 +37,13 @@ _SMALL_IS_GOOD = ("loss", "mae", "error", "ece", "rmse", "perplexity")
 
 @dataclass(frozen=True, slots=True)
 class BatchCandidate:
-    """A batch size on this GPU. ``samples_per_s`` is the compute ceiling; ``hours`` to the target asked for."""
+    """A batch size on this GPU. ``samples_per_s`` is the compute ceiling, ``hours`` the time to the target."""
 
     batch: int
     vram_bytes: int
     vram_share: float
     samples_per_s: float | None
-    learning_rate: Scaled | None
+    learning_rate: ScaledRate | None
     hours: Hours | None = None
 
 
@@ -51,8 +51,8 @@ class BatchCandidate:
 class GpuCandidate:
     """Another GPU: the largest batch that its memory holds, and whether that of the run fits.
 
-    ``accumulation`` is how many parts of what size make up the batch of the run where it does not fit in one. ``speed``
-    and ``hours`` are None: nobody knows them without a run on that GPU.
+    ``accumulation`` is (parts, samples in each) where the batch does not fit at once. ``speed`` and ``hours`` are None:
+    they take a run on that GPU.
     """
 
     gpu: str
@@ -66,9 +66,9 @@ class GpuCandidate:
 
 @dataclass(frozen=True, slots=True)
 class LoaderMemory:
-    """One number of workers: RAM of them all, batches and bytes queued ahead, and how long those would last.
+    """One number of workers of each rank: their RAM, batches and bytes queued ahead, and how long the queue lasts.
 
-    Of each rank, which has workers of its own; ``fits`` is for all ranks together.
+    ``fits`` is for all ranks together.
     """
 
     workers: int
@@ -81,10 +81,10 @@ class LoaderMemory:
 
 @dataclass(frozen=True, slots=True)
 class VramBudget:
-    """Bytes by part. ``activations_bytes_per_sample`` and ``workspace_bytes`` grow with the batch and do not.
+    """Bytes by part. Activations grow with the batch, ``workspace_bytes`` do not.
 
-    ``fitted_at`` are the batch sizes they were measured at: with only one of them everything that a step needs is taken
-    to grow with the batch, which promises too little for larger batches, never too much.
+    ``fitted_at`` are the batch sizes that were measured. With only one, all that a step needs is taken to grow with the
+    batch: the estimate for larger batches is then too high, never too low.
     """
 
     weights_bytes: int
@@ -101,7 +101,7 @@ class VramBudget:
         return held + self.workspace_bytes + round(self.activations_bytes_per_sample * batch)
 
     def largest_batch(self, vram_bytes: int) -> int | None:
-        """How many samples fit into a GPU, with the usual reserve; None when a batch costs nothing."""
+        """How many samples fit into a GPU, with the usual reserve; None where memory does not grow with the batch."""
         if self.activations_bytes_per_sample <= 0:
             return None
         free = USABLE_VRAM * vram_bytes - CONTEXT_BYTES - self.needed_bytes(0)
@@ -110,7 +110,7 @@ class VramBudget:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``lacks`` says in words what the runs did not show."""
+    """The answer of `fulltilt plan`. ``lacks`` says what the runs did not show."""
 
     run: str
     gpu: str | None
@@ -128,7 +128,7 @@ class Plan:
 
 
 def make_plan(runs: Sequence[Run]) -> Plan:
-    """The plan from runs of one job; the first is the one that is planned for. Raises UsageError for unfit runs."""
+    """The plan for the job of the first run; the others are the same job. Raises UsageError for unfit runs."""
     _refuse_unfit(runs)
     run, diagnosis = runs[0], answer(runs[0])
     batch, reading = _batch_size(run), _gpu_of(run)
@@ -170,17 +170,17 @@ def _gpu_of(run: Run) -> GpuReading | None:
 
 
 def _refuse_unfit(runs: Sequence[Run]) -> None:
-    """A line through the memory of two models says nothing about either."""
+    """Raise UsageError for a run without training, and for runs of different models."""
     for run in runs:
         if not run.ranks:
-            what = f"no process of {run.folder} was recorded: nothing is known of its memory and speed"
+            what = f"no training process of {run.folder} was recorded: its memory and speed are unknown"
             raise UsageError(what, "Plan from a run that has trained.")
     counts = {run.folder: run.ranks[0].memory.parameters for run in runs if run.ranks[0].memory}
     (folder, count), *others = counts.items() or [("", 0)]
     for other, parameters in others:
         if parameters != count:
             raise UsageError(
-                f"{other} trained another model than {folder}: {parameters:,} parameters against {count:,}",
+                f"{other} and {folder} trained different models: {parameters:,} and {count:,} parameters",
                 "Give runs of one job at other batch sizes.",
             )
 
@@ -189,7 +189,7 @@ def with_target(plan: Plan, hours: Hours, reached_at: float) -> Plan:
     """The plan with the time to a target, which takes ``hours`` at ``reached_at`` samples per second."""
 
     def at(rate: float) -> Hours:
-        """At another rate, but never faster than the loader: it does not get faster with the GPU."""
+        """The hours at another rate, which the loader limits."""
         times = reached_at / min(rate, plan.loader_samples_per_s or rate)
         return hours[0] * times, hours[1] * times
 
@@ -198,7 +198,7 @@ def with_target(plan: Plan, hours: Hours, reached_at: float) -> Plan:
 
 
 def vram_budget(runs: Sequence[Run]) -> VramBudget | None:
-    """The budget that the runs show; None when none of them measured a GPU's memory."""
+    """The memory budget of the first run's job; None when no run measured a GPU's memory."""
     seen = [
         (batch, rank.vram_peak_bytes, rank.memory)
         for run in runs
@@ -227,7 +227,7 @@ def vram_budget(runs: Sequence[Run]) -> VramBudget | None:
 def _batches(
     runs: Sequence[Run], budget: VramBudget | None, batch: int | None, largest: int | None, total: int | None
 ) -> tuple[BatchCandidate, ...]:
-    """The batch as it is, and its doublings that fit."""
+    """The present batch and its doublings that fit."""
     if budget is None or batch is None or not total or largest is None:
         return ()
     rank = runs[0].ranks[0]
@@ -241,7 +241,7 @@ def _batches(
     step_s = fit_line((size, size / speed) for size, speed in measured.items())
 
     def speed_at(size: int) -> float | None:
-        """Measured where it was, else from a line of step time over batch size."""
+        """As measured, else from a line of step time over batch size."""
         seconds = 0.0 if step_s is None else step_s.intercept + step_s.slope * size
         return measured.get(size) or (size / seconds if seconds > 0 else None)
 
@@ -266,24 +266,24 @@ def _on_gpu(name: str, budget: VramBudget, batch: int | None) -> GpuCandidate:
 
 def _lacks(budget: VramBudget | None, gpu: GpuReading | None, batch: int | None, steps: int) -> Iterator[str]:
     if steps < FEWEST_STEPS:
-        yield f"the run trained {'one step' if steps else 'no step'}: nothing is known of its speed"
+        yield f"the run trained {'one step' if steps else 'no step'}: its speed is unknown"
     if gpu is None:
-        yield "the run had no GPU: nothing is known of VRAM"
+        yield "the run had no GPU: its VRAM use is unknown"
     elif batch is None:
-        yield "the batch size is not known (no DataLoader with one): no budget by sample"
+        yield "no DataLoader with a batch size was seen: memory by sample is unknown"
     elif budget is None:
         yield "memory by part was not measured: record the job again with this version of Fulltilt"
     elif len(budget.fitted_at) < 2:
         yield (
-            f"one batch size ({budget.fitted_at[0]}) was measured: give a second run at another one, and activations "
-            "are separated from what does not grow with the batch"
+            f"only one batch size ({budget.fitted_at[0]}) was measured: a second run at another one would separate "
+            "activations from memory that does not grow with the batch"
         )
 
 
 def _loader_memory(run: Run, samples_per_s: float | None) -> tuple[LoaderMemory, ...]:
-    """Rows for 0, 1, 2, 4 … workers up to the usable CPUs, with the settings in force among them.
+    """Rows for 0, 1, 2, 4 … workers up to the usable CPUs, and for the present number.
 
-    ``samples_per_s`` is what all ranks together can take.
+    ``samples_per_s`` is of all ranks together.
     """
     rank, machine, ranks = run.ranks[0], run.run.machine, len(run.ranks)
     loader = next(iter(training_loaders(rank)), None)
@@ -309,7 +309,7 @@ def _loader_memory(run: Run, samples_per_s: float | None) -> tuple[LoaderMemory,
 
 # --------------------------------------------------------------------------- other GPUs
 
-# By GiB, as the driver offers them: a sixteenth of a server's GDDR6 goes to error correction, unless that is off.
+# By the GiB that the driver offers: of GDDR6 on server GPUs a sixteenth goes to error correction.
 _GPUS: dict[float, tuple[str, ...]] = {
     8: ("RTX 3070", "RTX 4060"),
     10: ("RTX 3080",),
@@ -329,12 +329,12 @@ _GPUS: dict[float, tuple[str, ...]] = {
     180: ("B200",),
 }
 GPU_GIB = {name: gib for gib, names in _GPUS.items() for name in names}
-# Words that say only whose product it is, or how it is plugged in.
+# Words for the brand or the socket.
 _NOT_THE_MODEL = frozenset({"nvidia", "geforce", "rtx", "tesla", "sxm2", "sxm3", "sxm4", "sxm5", "hbm3"})
 
 
 def find_gpus(name: str) -> list[str]:
-    """The GPUs of the table that a person means by a name; of one with two sizes of memory, both."""
+    """The GPUs of the table that a name matches; both where there are two sizes of memory."""
     asked = _words(name)
     exactly = [gpu for gpu in GPU_GIB if _words(gpu) == asked]
     return exactly or [gpu for gpu in GPU_GIB if asked and _words(gpu)[: len(asked)] == asked]
@@ -416,7 +416,7 @@ def _hugging_face_rows(folder: Path) -> list[dict[str, float]]:
 
 
 def _numbers(items: Iterable[tuple[str, Any]]) -> dict[str, float]:
-    """What is a number, finite or not."""
+    """The items that are numbers, finite or not."""
     found: dict[str, float] = {}
     for name, value in items:
         with contextlib.suppress(TypeError, ValueError, OverflowError):

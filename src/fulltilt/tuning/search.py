@@ -1,12 +1,12 @@
-"""Which trial comes next. A pure function of the trials so far, so that a study can be stopped and taken up anywhere.
+"""Which trial comes next: a pure function of the trials so far, so that a study can be stopped and resumed.
 
-The start, then the loader (workers, then the queue), then what the user has allowed: the batch size, precision,
-compilation. At last the winner is verified (see verification).
+First the unchanged script, then the loader (workers, then the queue), then what the user has allowed: batch size,
+precision, compilation. The winner is then verified (see verification).
 
-More workers help in proportion at best, and past a peak they harm, often at once: CLIP on 16 cores gave 1050, 1489 and
-712 samples/s with 8, 12 and 16 workers. A smooth law through some of these points does not see the peak between them.
-So the best number of workers is bracketed (live tuning does it too): the numbers beside it are tried, a step beyond and
-then the middle of a gap, wherever a proportional rise from the number below could still beat it.
+Speed rises at most in proportion to the workers, and past a peak it falls, often steeply: CLIP on 16 cores gave 1050,
+1489 and 712 samples/s with 8, 12 and 16 workers. A smooth curve through a few points would miss that peak. So the best
+number is bracketed, as in live tuning: numbers next to it are tried, one step beyond and then the middle of a gap,
+wherever a proportional rise from the number below could still beat it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_PREFETCH = 8
 
 
 def next_attempt(trials: Sequence[Trial], space: Space) -> Attempt | None:
-    """The next trial of the search; None when there is nothing left that promises anything."""
+    """The next trial of the search; None when nothing promising is left."""
     start = start_of(trials)
     if start is None:
         tries = [trial for trial in trials if trial.purpose == "start"]
@@ -55,7 +55,7 @@ def next_attempt(trials: Sequence[Trial], space: Space) -> Attempt | None:
 
 
 def _attempt(trials: Sequence[Trial], settings: Settings, why: str) -> Attempt | None:
-    """A trial of the search, unless these very settings were tried before."""
+    """A trial of the search, unless these settings were tried before."""
     return None if any(trial.settings == settings for trial in trials) else Attempt(settings, "search", why)
 
 
@@ -63,7 +63,7 @@ def _attempt(trials: Sequence[Trial], settings: Settings, why: str) -> Attempt |
 
 
 def _workers(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | None:
-    """The next number of workers: half of the CPUs, then beside the best; None when the loader is fast enough."""
+    """The next number of workers: half of the CPUs, then next to the best; None when the loader is fast enough."""
     wait = start.data_wait_share or 0.0
     if space.workers_stay or wait < WAITS or start.in_force.num_workers is None:
         return None
@@ -74,8 +74,7 @@ def _workers(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | N
     if len(seen) > MOST_WORKER_TRIALS or (best is not start and (best.data_wait_share or 0.0) < WAITS):
         return None
     most = _most_workers(seen, space)
-    # The start alone would tell too little of what training can take: without pinned memory its copies take the
-    # training's time, not the loader's.
+    # From the start alone the ceiling would be too low: without pinned memory, copies take training time.
     ceiling = max(rate(trial) / max(1 - (trial.data_wait_share or 0.0), 1e-9) for trial in valid) or math.inf
     tried = ((_workers_of(trial), rate(trial) if is_valid(trial) else 0.0) for trial in seen)
     bracket = replace(Bracket.of(tried, most, ceiling, wait), fewer_first=space.share_lock)
@@ -103,7 +102,7 @@ def _workers_of(trial: Trial) -> int:
 
 
 def _most_workers(trials: Sequence[Trial], space: Space) -> int:
-    """Workers that fit into memory, by the trials so far."""
+    """How many workers fit into memory, by the trials so far."""
     too_many = [trial.settings.num_workers for trial in trials if trial.state == "oom" and trial.settings.num_workers]
     ram = fit_line(
         (trial.in_force.num_workers, trial.ram_peak_bytes)
@@ -116,7 +115,7 @@ def _most_workers(trials: Sequence[Trial], space: Space) -> int:
 
 
 def _queue(trials: Sequence[Trial], _space: Space, start: Trial) -> Attempt | None:
-    """A longer queue at the best number of workers, as long as it pays."""
+    """A longer queue at the best number of workers, while that pays."""
     best = best_of([trial for trial in trials if is_loader_only(trial.settings)]) or start
     longer = 2 * (best.in_force.prefetch_factor or DEFAULT_PREFETCH)
     if not best.in_force.num_workers or (best.data_wait_share or 0.0) < WAITS or longer > MOST_PREFETCH:
@@ -126,10 +125,10 @@ def _queue(trials: Sequence[Trial], _space: Space, start: Trial) -> Attempt | No
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """What is known of a loader: ``rates`` by workers, 0 where a trial failed, and how many there may be at ``most``.
+    """Brackets the best number of workers. ``rates`` are by number of workers, 0 where a trial failed.
 
-    ``one`` is what a single worker should give, where that is known otherwise; ``ceiling`` what training can take;
-    ``to_beat`` what it has without workers. ``fewer_first``: half as many for as long as they do as well.
+    ``one`` is the expected rate of a single worker, ``ceiling`` what training can consume, ``to_beat`` the rate without
+    workers, ``most`` the most workers allowed. ``fewer_first``: halve the workers while that costs no speed.
     """
 
     rates: Mapping[int, float]
@@ -141,21 +140,21 @@ class Bracket:
 
     # From the best to the next number beyond it.
     STEP = 1.5
-    # Numbers of workers closer than this are not told apart by their rates.
+    # Numbers of workers closer than this have indistinguishable rates.
     GAP = 1.15
-    # A number that can at most be this much faster than the best is not worth a trial.
+    # A number that may not even be this much faster than the best is not worth a trial.
     WORTH = 1.03
     # Rates closer than this are the same; then the fewest workers count as the best.
     SAME = 0.97
-    # What fewer workers than were ever tried may give, where nothing is known below them.
+    # How much faster than the best fewer workers than were ever tried may be.
     BLIND = 1.25
 
     @classmethod
     def of(cls, tried: Iterable[tuple[int, float]], most: int, ceiling: float, wait_share: float) -> Bracket:
-        """From workers and their rates, 0 where it failed. A start without any workers waited for ``wait_share``.
+        """From (workers, rate) pairs; ``wait_share`` is that of the start.
 
-        It tells what one should give, the training thread's own fetching. Of each number the best counts: with a
-        deeper queue it may have been slower, and would make other numbers promising.
+        A start without workers shows what one worker should give: the rate of fetching in the training thread. For each
+        number its best rate counts, since a deeper queue may have made it slower.
         """
         rates: dict[int, float] = {}
         for workers, reached in tried:
@@ -164,9 +163,9 @@ class Bracket:
         return cls(rates, most, without_any / max(wait_share, 1e-9) if without_any else None, ceiling, without_any)
 
     def next_count(self) -> int | None:
-        """The number of workers that should be tried next; None when none promises more."""
+        """The number of workers to try next; None when none promises more."""
         if self._top == 0:
-            return min(min(self.rates) // 2, self.most) or None  # all failed: with fewer there may be room
+            return min(min(self.rates) // 2, self.most) or None  # all failed: fewer may fit into memory
         fewest = min(self.rates)
         if self.fewer_first and fewest > 1 and self.rates[fewest] >= self.SAME * self._top:
             return min(fewest // 2, self.most)
@@ -179,7 +178,7 @@ class Bracket:
         return max(self.rates.values(), default=0.0)
 
     def _beside_the_best(self) -> Iterator[int]:
-        """Numbers that were not tried yet: above the best, below it, and a single worker."""
+        """Untried numbers: above the best, below it, and a single worker."""
         best = min(count for count, rate in self.rates.items() if rate >= self.SAME * self._top)
         above = min((count for count in self.rates if count > best), default=None)
         below = max((count for count in self.rates if count < best), default=0)
@@ -199,7 +198,7 @@ class Bracket:
         return self.hope(count) >= self.WORTH * max(self._top, self.to_beat)
 
     def hope(self, count: int) -> float:
-        """The most that so many workers may give: a rise in proportion from the nearest number below that is known."""
+        """The most that so many workers may give: in proportion to the nearest known number below."""
         known = {tried: rate for tried, rate in self.rates.items() if rate > 0}
         if self.one is not None:
             known.setdefault(1, self.one)
@@ -211,7 +210,7 @@ class Bracket:
 
 
 def _batch(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | None:
-    """Twice the batch until memory ends or the knee is reached, then the largest that the memory line promises."""
+    """Twice the batch until memory runs out or the rate levels off, then the largest batch that should fit."""
     if "batch" not in space.allow or start.in_force.batch_size is None:
         return None
     base = best_of([trial for trial in trials if is_loader_only(trial.settings)]) or start
@@ -227,7 +226,7 @@ def _batch(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | Non
     if smaller and rate(fitting[largest]) < KNEE * rate(fitting[max(smaller)]):
         return None
     if any(t.in_force.batch_size != t.settings.batch_size for t in sizes.values() if is_valid(t)):
-        return None  # the batch size did not take effect: the trial's note says why
+        return None  # the batch size was not applied: the trial's note says why
     wanted = 2 * largest
     usable = None if start.vram_total_bytes is None else USABLE_VRAM * start.vram_total_bytes
     most = most_within(vram_line(fitting.values()), usable)
@@ -261,7 +260,7 @@ def _compile(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | N
 
 
 def _smaller_parts(trials: Sequence[Trial], space: Space) -> Attempt | None:
-    """When the script as it is runs out of memory: the same effective batch in two, four, … equal parts."""
+    """Where the unchanged script runs out of memory: the same effective batch in equal parts."""
     last = [trial for trial in trials if trial.purpose == "start"][-1]
     batch_size = last.in_force.batch_size
     if last.state != "oom" or not {"batch", "accumulation"} <= space.allow or batch_size is None:

@@ -1,4 +1,4 @@
-"""The table of measured solutions, what was verified, each trial in a line: which rows, what each risks, in words."""
+"""What a study prints: a line for each trial, the table of solutions with their risks, and the verdict."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fulltilt import figures
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.records import Settings, Trial
 from fulltilt.report import run_view
-from fulltilt.tuning.learning_rate import Scaled, scale
+from fulltilt.tuning.learning_rate import ScaledRate, scale
 from fulltilt.tuning.space import DEFAULT_PREFETCH, WAITS, best_of, is_loader_only, is_valid, knee_of, rate, start_of
 from fulltilt.tuning.verification import Comparison, candidate_of, verified
 
 FULL_VRAM = 0.9
-UNVERIFIED = "Only what is verified is recommended and written: keep the settings that you have."
+UNVERIFIED = "Only verified settings are recommended and written: keep your settings."
 WORKERS_STAY = (
-    "Other numbers of workers were not tried: each of them would give every sample of an IterableDataset, unless "
-    "that splits the work by torch.utils.data.get_worker_info(). Where it does, set num_workers=2 and tune again."
+    "Other numbers of workers were not tried: each worker would yield every sample of an IterableDataset that does not "
+    "split its work by torch.utils.data.get_worker_info(). If yours does, set num_workers=2 and tune again."
 )
 MOST_SOLUTIONS = 3
 STATES = {
@@ -38,12 +38,12 @@ STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """One row: a trial, how many times as fast as the start it was, the learning rate to use, and the risk."""
+    """A row of the table: a trial, its speedup over the start, the learning rate to use, and the risk."""
 
     name: str
     trial: Trial
     speedup: float | None
-    learning_rate: Scaled | None
+    learning_rate: ScaledRate | None
     risk: str
 
 
@@ -54,7 +54,7 @@ def solutions(
     deep_supervision: bool = False,
     streams: bool = False,
 ) -> tuple[Solution, ...]:
-    """The start, then at most three solutions from the safest to the fastest. ``streams``: from an IterableDataset."""
+    """The start, then up to three solutions, the safest first. ``streams``: the data is an IterableDataset."""
     start = start_of(trials)
     searched = [trial for trial in trials if is_valid(trial) and trial.purpose == "search"]
     picked = [
@@ -63,7 +63,7 @@ def solutions(
         best_of(searched),
     ]
 
-    def scaled(trial: Trial) -> Scaled | None:
+    def scaled(trial: Trial) -> ScaledRate | None:
         before, after = _effective_batch(start or trial), _effective_batch(trial)
         if learning_rate is None or before is None or after is None:
             return None
@@ -81,7 +81,7 @@ def solutions(
 
 
 def risk_of(trial: Trial, streams: bool = False) -> str:
-    """What a setting may cost, in a few words."""
+    """What may go wrong with the settings of a trial, in a few words."""
     settings = trial.settings
     vram_share = (trial.vram_peak_bytes or 0) / (trial.vram_total_bytes or math.inf)
     low, medium = list[str](), list[str]()
@@ -120,7 +120,7 @@ def in_words(settings: Settings, current: Settings | None = None) -> str:
 
 
 def manual_steps(settings: Settings) -> tuple[str, ...]:
-    """What a trial put around the script from outside, and the lines that do it inside."""
+    """What to write into the script for settings that trials apply from outside."""
     lines = []
     if settings.accumulation is not None and settings.accumulation > 1:
         parts = settings.accumulation
@@ -149,7 +149,7 @@ def _effective_batch(trial: Trial) -> int | None:
 
 
 def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
-    """The table, with measured figures; below it what each row sets and risks, and how its learning rate came about."""
+    """Print the table; below it the settings, the risk and the learning rate of each row."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("")
     for name in ("workers", "batch", "samples/s", "speed", "GPU", "VRAM\nGiB", "RAM\nGiB", "CPU", "LR"):
@@ -170,7 +170,7 @@ def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
         )
     console.print(table)
     if len(rows) > 1:
-        console.print(Text("Each was measured once, to choose what to verify.", "dim"))
+        console.print(Text("Each was measured once, to choose which one to verify.", "dim"))
     for row in rows:
         risk = f" Risk {row.risk}." if row.speedup is not None else ""
         console.print(Text(f"{row.name}: {in_words(row.trial.settings, row.trial.in_force)}.{risk}"))
@@ -183,64 +183,64 @@ def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
 
 
 def verdict(trials: Sequence[Trial], streams: bool = False, stopped: bool = False) -> str:
-    """What a study found, in one to three sentences. ``streams``: workers stay; ``stopped``: by the user."""
+    """The result of a study in a few sentences. ``streams``: workers stay; ``stopped``: by the user."""
     start, comparison = start_of(trials), verified(trials)
     waits = (start.data_wait_share or 0.0) if start is not None else 0.0
     searched = [trial for trial in trials if trial.purpose == "search"]
     sentences = [_of_verification(comparison, candidate_of(trials), stopped)]
     if start is not None and not searched:
-        why = "the study was stopped" if stopped else "the time was over; give it more with --budget"
+        why = "the study was stopped" if stopped else "the budget was used up; give it more with --budget"
         if waits < WAITS:
-            why = f"training waits for data {figures.percent(waits)} of its time; the loader stays"
+            why = f"training waits for data only {figures.percent(waits)} of its time"
         sentences = [] if streams and waits >= WAITS else [f"Nothing else was tried: {why}."]
     elif searched and not any(map(is_valid, searched)):
         last, failed = searched[-1], figures.count("trial", len(searched))
         why = f"{STATES[last.state]}{f': {last.note}' if last.note else ''}"
-        sentences = [f"No other settings could be measured: all {failed} of others failed ({why})."]
+        sentences = [f"No other settings could be measured: all {failed} failed ({why})."]
     if streams and waits >= WAITS:
         sentences.append(WORKERS_STAY)
     busy = max((trial.others_share or 0.0 for trial in trials), default=0.0)
     if busy >= THRESHOLDS.others_share and (comparison is None or not comparison.wins):
         sentences.append(
-            f"Other processes had up to {figures.percent(busy)} of the CPUs: tune again when they are free."
+            f"Other processes used up to {figures.percent(busy)} of the CPUs: tune again when they are idle."
         )
     if steps := max((trial.steps or 0 for trial in trials if is_valid(trial)), default=0):
-        sentences.append(f"The trials measured the first {figures.count('step', steps)} of the job, and nothing later.")
+        sentences.append(f"The trials measured only the first {figures.count('step', steps)} of the job.")
     return " ".join(sentences)
 
 
 def _of_verification(comparison: Comparison | None, candidate: Settings | None, stopped: bool) -> str:
-    why = "the study was stopped" if stopped else "no time was left (--budget)"
+    why = "the study was stopped" if stopped else "the budget (--budget) ended"
     if candidate is None:
-        return f"Nothing was found to be faster{f': {why}' if stopped else ''}: keep the settings that you have."
+        return f"Nothing faster was found{f': {why}' if stopped else ''}: keep your settings."
     if comparison is None:
-        return f"Not verified: {in_words(candidate)} looked faster, but {why} before it was sure. {UNVERIFIED}"
+        return f"Not verified: {in_words(candidate)} looked faster, but {why} before it was certain. {UNVERIFIED}"
     pairs = "a pair" if comparison.pairs == 1 else f"{comparison.pairs} pairs"
     spread = f"{comparison.low:.2f} to {comparison.high:.2f}, 95 %, {pairs} measured in turns"
     if comparison.wins:
         return f"Verified: {in_words(candidate)}: {comparison.ratio:.2f} × as fast ({spread})."
-    unsure = "" if comparison.decided else f"; {why} before it was sure"
+    unsure = "" if comparison.decided else f"; {why} before it was certain"
     return f"Not verified: {in_words(candidate)}: {comparison.ratio:.2f} × ({spread}){unsure}. {UNVERIFIED}"
 
 
 def changing_data_set_sentence(where: str) -> str:
-    """Why workers are started again for each epoch."""
+    """Why persistent workers were not tried."""
     return (
-        f"Workers were not kept from epoch to epoch: {where} changes the data set between epochs, and workers that "
-        "live on have it as it was when they started."
+        f"Persistent workers were not tried: {where} changes the data set between epochs, which workers that are "
+        "already running would not see."
     )
 
 
 def lock_sentence(where: str) -> str:
     """Why no number of workers makes the loader faster."""
     return (
-        f"Workers wait for one lock ({where}), and more of them would, too: hold it for less, or give each worker a "
-        "file, a handle or a connection of its own."
+        f"All workers wait for one lock ({where}), and more workers would, too: hold it for a shorter time, or give "
+        "each worker its own file, handle or connection."
     )
 
 
 def trial_line(number: int, trial: Trial, best: Trial | None) -> str:
-    """A trial that has ended, in a line."""
+    """The line printed for a trial that has ended."""
     shown = trial.in_force if is_valid(trial) else None
     what = "start" if trial.settings == Settings() else in_words(trial.settings, shown)
     what += " (verifying)" if trial.purpose == "verify" else ""

@@ -1,7 +1,7 @@
-"""The winning settings as a change of the user's source: a unified diff, applied on request, or what to write.
+"""The winning settings as a unified diff of the user's source, applied on request; or what to write by hand.
 
-The text is changed where the DataLoader call of the training loader stands, and only where its argument is a literal
-with the value that was seen in force, or is not there. Everything else is told to the user instead.
+Only the DataLoader call of the training loader is changed, and of its arguments only literals that have the value seen
+in force, and missing ones. For everything else the user is told what to write.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ DEFAULTS: Mapping[str, object] = {
 # Classes with DataLoader's keywords.
 LOADERS = ("DataLoader", "StatefulDataLoader", "StreamingDataLoader", "ThreadDataLoader")
 NEED_WORKERS = ("prefetch_factor", "persistent_workers")
-# torch draws a seed whenever workers start, from the generator that shuffles too.
+# torch draws a seed whenever workers start, from the generator that also shuffles.
 OTHER_SHUFFLES = (
-    "workers that persist are seeded once, so that shuffles from the second epoch on come in another order than before"
+    "persistent workers are seeded once, so from the second epoch on the data is shuffled in another order than before"
 )
-SEVERAL_LOADERS = "this line makes other loaders too, which change with it"
-MAKE_ONCE = "the loader is made again for each epoch: made once before the loop, it could keep its workers"
+SEVERAL_LOADERS = "this line also makes other loaders, which change with it"
+MAKE_ONCE = "the loader is made again for each epoch; made once before the loop, it could have persistent workers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def propose(
     command: tuple[str, ...] = (),
     with_batch: bool = False,
 ) -> SourceChange | ManualChange:
-    """The change that puts the loader's part of ``in_force`` into the user's source."""
+    """The change that writes the loader settings of ``in_force`` into the user's source."""
     names = (*LOADER_SETTINGS, *(["batch_size"] if with_batch else []))
     wanted = {name: value for name in names if (value := getattr(in_force, name)) is not None}
     if loader is not None and loader.made_by == "fulltilt":
@@ -75,11 +75,11 @@ def propose(
         return ManualChange("Fulltilt makes the loader from its settings", told)
     made_again = loader is not None and made_for_each_pass(loader)
     for name in NEED_WORKERS:
-        # Workers live no longer than their loader.
+        # Workers do not outlive their loader.
         if not in_force.num_workers or (made_again and name == "persistent_workers"):
             wanted.pop(name, None)
     if loader is None or loader.where is None:
-        return ManualChange("it was not seen where the training loader is made", _call("DataLoader(…", wanted))
+        return ManualChange("the line that makes the training loader is unknown", _call("DataLoader(…", wanted))
     before = {name: getattr(loader, name) for name in names}
     news = {name: value for name, value in wanted.items() if value != _or_default(name, before[name])}
     by_hand = _call("DataLoader(…", news)
@@ -128,7 +128,7 @@ def _unified_diff(name: str, old: bytes, new: bytes) -> str:
 
 
 def source_file(where: str, working_folder: Path, command: Sequence[str]) -> Path:
-    """The file of a place as records name it: relative to the working folder, or else to that of a script elsewhere."""
+    """The file of a recorded place, relative to the working folder, or to the script's where that lies elsewhere."""
     file = where.rpartition(":")[0]
     script = working_folder / next((argument for argument in command if argument.endswith(".py")), "")
     is_elsewhere = not script.resolve().is_relative_to(working_folder.resolve())
@@ -145,7 +145,7 @@ def fingerprint(path: Path) -> str | None:
 
 
 def apply_change(change: SourceChange, studied_sha256: str | None) -> None:
-    """Write the change, whole or not at all. Raises UsageError when the file is not the one that was studied."""
+    """Write the change, whole or not at all. Raises UsageError when the file has changed since the study."""
     proposed_for = hashlib.sha256(change.old).hexdigest()
     if fingerprint(change.path) != proposed_for or studied_sha256 not in (None, proposed_for):
         raise UsageError(f"{change.path} has changed since it was studied; nothing was written", "Tune it again.")
@@ -163,7 +163,7 @@ def apply_change(change: SourceChange, studied_sha256: str | None) -> None:
 # --------------------------------------------------------------------------- the call
 
 
-class CannotEdit(Exception):  # noqa: N818 - reads as the sentence it is
+class CannotEdit(Exception):  # noqa: N818 - no error of the user's
     """Why a call cannot be changed."""
 
 
@@ -172,7 +172,7 @@ def edit_call(
 ) -> tuple[bytes, bool]:
     """The source with ``wanted`` in the DataLoader call at ``line``, and whether that call makes several loaders.
 
-    ``before`` is what the call ran with, ``given`` the arguments that it was seen with. Raises CannotEdit.
+    ``before`` are the settings in force, ``given`` the names of the arguments it was called with. Raises CannotEdit.
     """
     module = _parsed(source)
     calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
@@ -204,7 +204,7 @@ def edit_librarys_call(
     batch = library.names.get("batch_size")
     if batch in theirs and len(calls[0].args) > 2 and not any(keyword.arg == batch for keyword in calls[0].keywords):
         raise CannotEdit(f"{batch} may be one of its arguments without a name")  # timm's third
-    # What is not written there has the library's own default, which was in force.
+    # An argument that is missing there had the library's default.
     return _with_keywords(source, module, calls[0], theirs, were, were, ()), False
 
 
@@ -237,11 +237,11 @@ def _with_keywords(
     arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
     last = max(map(end_of, arguments), default=None)
     for name, value in wanted.items():
-        # Where the number of workers varies, torch would refuse what needs some.
+        # With a variable number of workers, torch might refuse settings that need workers.
         for which in (name, "num_workers") if name in NEED_WORKERS else (name,):
             keyword = written.get(which)
             if keyword is None and which in given:
-                raise CannotEdit(f"{which} is given to DataLoader(...) in a way that is not followed")
+                raise CannotEdit(f"{which} reaches DataLoader(...) in a way that is not followed")
             if keyword is not None and not isinstance(keyword.value, ast.Constant):
                 flag = _flag_of(module, keyword.value)
                 what = f"which {flag} sets on the command line" if flag else "not a number or a word"
@@ -267,12 +267,12 @@ def _with_keywords(
     except (SyntaxError, ValueError):
         is_as_meant = False
     if not is_as_meant:
-        raise CannotEdit("the call is written in a way that is not changed by machine")
+        raise CannotEdit("the call is written in a way that cannot be edited automatically")
     return source
 
 
 def _flag_of(module: ast.Module, value: ast.expr) -> str | None:
-    """The flag that ``args.value`` is read from, where this file has an ``add_argument`` for it."""
+    """The command-line flag of ``args.value``, where this file has an ``add_argument`` for it."""
     calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and _name(node) == "add_argument"]
     flags = [flag.value for call in calls for flag in call.args if isinstance(flag, ast.Constant)]
     named = [flag for flag in flags if isinstance(flag, str) and flag.startswith("--")]

@@ -1,38 +1,38 @@
-"""What a study may try, and questions about what it has tried: which trials count, which is best. Pure functions."""
+"""What a study may try, which of its trials count, and which is best. Pure functions."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import LinearRegression, linear_regression
 from typing import Literal
 
 from fulltilt.errors import UsageError
 from fulltilt.records import LoaderRecord, Settings, Trial
 
-# Settings that change what is trained; each is tried only when the user names it.
+# Settings that change what is trained: tried only where the user allows them by name.
 ALLOWABLE = ("batch", "accumulation", "precision", "compile")
 LOADER_SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 MOST_WORKERS = 64
-# What torch takes where there are workers and nothing is written.
+# torch's default where there are workers.
 DEFAULT_PREFETCH = 2
-# A change is worth a trial, or worth having, when it promises this much.
+# A change is worth a trial, and worth having, from this speedup on.
 WORTH = 1.02
-# Below this share of waiting the loader is not what limits the job.
+# Below this data-wait share the loader does not limit the job.
 WAITS = 0.03
 # The knee: doubling the batch gains less than this.
 KNEE = 1.05
-# Of the GPU's memory: the rest is fragmentation and what the driver itself needs.
+# Share of the GPU's memory that a job can use; the rest is fragmentation and the driver's.
 USABLE_VRAM = 0.92
-# Samples a second: less or more is in no study that was not damaged.
+# Samples a second; outside of this range a record is damaged.
 POSSIBLE = (1e-9, 1e15)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A trial as asked for: its settings, and what for."""
+    """A trial to be made: its settings and its purpose."""
 
     settings: Settings
     purpose: Literal["start", "search", "verify"]
@@ -41,10 +41,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """``memory_bytes`` is what a trial may hold in RAM, ``allow`` what the user has allowed beyond the same math.
+    """What may be tried. ``memory_bytes`` limits the RAM of a trial; ``allow`` names settings that change training.
 
-    ``workers_stay``: another number of them could change what is trained. ``may_persist``: workers may live on from
-    epoch to epoch. ``share_lock``: they were seen to wait for one lock.
+    ``workers_stay``: another number of workers could change what is trained. ``may_persist``: persistent workers change
+    nothing. ``share_lock``: workers were seen to wait for one lock.
     """
 
     usable_cpus: float
@@ -56,17 +56,17 @@ class Space:
 
     @property
     def most_workers(self) -> int:
-        """Workers that wait on storage may outnumber the CPUs; more than twice as many have never paid."""
+        """Twice the CPUs: workers that wait for storage may outnumber them, but more never paid."""
         return max(4, min(MOST_WORKERS, round(2 * self.usable_cpus)))
 
     @property
     def expected_workers(self) -> int:
-        """Where to look first: half of the CPUs, but more than one, which does no more than the training thread did."""
+        """The number to try first: half of the CPUs, but two at least: one does no more than the training thread."""
         return max(2, round(self.usable_cpus / 2))
 
 
 def parse_allow(text: str) -> frozenset[str]:
-    """The settings named in ``--allow``. Raises UsageError for one that there is not."""
+    """The settings named in ``--allow``. Raises UsageError for an unknown one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = sorted(set(names) - set(ALLOWABLE))
     if unknown:
@@ -79,7 +79,7 @@ def parse_allow(text: str) -> frozenset[str]:
 
 
 def is_unsplit_stream(loader: LoaderRecord | None) -> bool:
-    """Whether a loader draws from a stream that may not be made for several workers: each would give all of it."""
+    """Whether a loader reads an IterableDataset of which each of several workers might give every sample."""
     return loader is not None and loader.iterable and loader.num_workers <= 1
 
 
@@ -89,30 +89,25 @@ def loader_settings(settings: Settings) -> Settings:
 
 
 def is_loader_only(settings: Settings) -> bool:
-    """Whether settings leave what is trained unchanged."""
+    """Whether settings change nothing but the loader."""
     return settings == loader_settings(settings)
-
-
-def rid_of_none(settings: Settings) -> dict[str, object]:
-    """The settings that are set, by name."""
-    return {name: value for name, value in asdict(settings).items() if value is not None}
 
 
 # --------------------------------------------------------------------------- the trials so far
 
 
 def start_of(trials: Sequence[Trial]) -> Trial | None:
-    """The trial of the script as it is, once it was measured."""
+    """The trial of the unchanged script, once it was measured."""
     return next((trial for trial in trials if trial.purpose == "start" and is_valid(trial)), None)
 
 
 def is_valid(trial: Trial) -> bool:
-    """Whether a trial's rate counts: measured, and what a machine can reach."""
+    """Whether a trial has a plausible rate."""
     return trial.state == "ok" and trial.samples_per_s is not None and POSSIBLE[0] < trial.samples_per_s < POSSIBLE[1]
 
 
 def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """The fastest valid trial of the search, the earliest of equals."""
+    """The fastest valid trial of the search."""
     valid = [trial for trial in trials if is_valid(trial) and trial.purpose != "verify"]
     return max(valid, key=rate, default=None)
 
@@ -123,7 +118,7 @@ def rate(trial: Trial) -> float:
 
 
 def knee_of(trials: Sequence[Trial]) -> Trial | None:
-    """The smallest batch whose rate is within 5 % of the best: a larger one costs memory and steps for nothing."""
+    """The trial with the smallest batch whose rate is within 5 % of the best one."""
     valid = [trial for trial in trials if is_valid(trial) and trial.purpose != "verify" and trial.settings.batch_size]
     if not valid:
         return None
@@ -135,7 +130,7 @@ def knee_of(trials: Sequence[Trial]) -> Trial | None:
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> LinearRegression | None:
-    """The least-squares line through points; None without two different abscissas."""
+    """The least-squares line through points; None unless two of them differ in x."""
     known = list(points)
     return linear_regression(*zip(*known, strict=True)) if len({x for x, _ in known}) > 1 else None
 
@@ -150,16 +145,16 @@ def vram_line(trials: Iterable[Trial]) -> LinearRegression | None:
 
 
 def most_within(line: LinearRegression | None, limit_bytes: float | None) -> int | None:
-    """How many samples or workers fit; None where that is not known, or more of them need no more memory."""
+    """How many samples or workers fit; None where it is unknown, or memory does not grow with them."""
     if line is None or limit_bytes is None or line.slope <= 0:
         return None
     return max(0, int((limit_bytes - line.intercept) / line.slope))
 
 
 def changes_data_set(source: str) -> int | None:
-    """The line that sets something in a data set within a loop, or its epoch anywhere; None where none is seen.
+    """The line that sets an attribute of a data set in a loop, or calls its set_epoch anywhere; None without one.
 
-    Workers that live on from epoch to epoch would not see it. A trial is too short to show it, so the source is read.
+    Persistent workers would not see the change. A trial is too short to show it, so the source is read.
     """
     try:
         module = ast.parse(source)
@@ -182,9 +177,9 @@ def changes_data_set(source: str) -> int | None:
 
 
 def is_made_each_epoch(source: str, line: int) -> bool:
-    """Whether a loader made at this line lives for one epoch: the loop around it counts epochs, or draws from it.
+    """Whether a loader made at this line lives for one epoch: the loop around it counts epochs, or iterates it.
 
-    Folds or stages, whose loader goes through several epochs in a loop of their own, are another thing.
+    A loop over folds or stages does not count: there the loader lives for several epochs.
     """
     try:
         module = ast.parse(source)

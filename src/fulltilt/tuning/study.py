@@ -1,4 +1,4 @@
-"""A study: asks which trial comes next, runs it, keeps it. Stopped at any moment, it loses one trial."""
+"""A study: asks which trial comes next, runs it and saves it. Stopping it loses one trial at most."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ from fulltilt.tuning.verification import LEAST_PAIRS, next_verification, pairs_t
 KIND = "study"
 STUDY_FILE = "study.json"
 TRIALS_FILE = "trials.jsonl"
-# A search trial that is surely below this share of the best need not be measured more exactly.
+# A search trial that is certainly below this share of the best is not measured further.
 OUT_OF_THE_RACE = 0.9
-# How much longer than the start a trial may take: others start more workers, compile, or load larger batches.
+# The time limit of a trial by the time of the start: others start more workers, compile, or load larger batches.
 LIMIT_FACTOR = 3.0
 LIMIT_MORE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class StudyRecord:
-    """What is studied, and what the first trial told about it.
+    """What is studied, and what the first trial showed about it.
 
-    ``source_sha256`` is of the file with the loader, ``script_sha256`` of the script that the command names,
-    ``data_set_changes`` the line beside the loader that changes the data set from epoch to epoch, ``lock`` the line
-    with a lock for which the workers wait.
+    ``source_sha256`` is of the file that makes the loader, ``script_sha256`` of the script in the command;
+    ``data_set_changes`` is the line that changes the data set between epochs, ``lock`` the line of a lock for which
+    workers wait.
     """
 
     command: tuple[str, ...]
@@ -105,12 +105,12 @@ class Study:
         self.record = self._open()
         self.trials: list[Trial] = list(store.read_lines(self.folder.path / TRIALS_FILE, Trial))
         if self.trials and not any(map(is_valid, self.trials)):
-            # The user has mended what made them fail, or would like to know whether it still does.
+            # The user may have fixed what made them fail.
             tell(f"nothing could be measured in {folder} so far; the study starts over")
             self.trials = []
             self.folder.remove(TRIALS_FILE)
         if self.trials and (self.trials[-1].purpose, self.trials[-1].settings) == ("verify", Settings()):
-            self.trials.pop()  # its pair was not made, and the machine's pace may be another by now
+            self.trials.pop()  # its pair is missing, and the machine's pace may have changed
         self._writer = store.LineWriter(self.folder.path / TRIALS_FILE)
         self._caches = Path(tempfile.mkdtemp(prefix="fulltilt-caches-"))
 
@@ -134,13 +134,13 @@ class Study:
         return kept
 
     def close(self) -> None:
-        """No more trials come."""
+        """End the study; its folder stays."""
         self._writer.close()
         remove_scratch(self._caches)
 
     @property
     def space(self) -> Space:
-        """What may be tried, by what is known of the job so far."""
+        """What may be tried, given what is known of the job so far."""
         return replace(
             self._space,
             workers_stay=is_unsplit_stream(self.record.loader),
@@ -166,20 +166,20 @@ class Study:
             limit_s = time_limit_s(self.trials, left_s, self._trial_limit_s)
             trial = self.measure(attempt, limit_s, partial(trying, attempt))
             if trial.state == "timed_out" and limit_s == left_s and self.trials:
-                return  # cut off by the end of the study: it says nothing of these settings
+                return  # the budget ended: it says nothing about these settings
             self.trials.append(trial)
             self._writer.write([trial])
             tried(trial)
 
     def measure(self, attempt: Attempt, limit_s: float, tick: Callable[[float], None]) -> Trial:
-        """Run one trial, which is not kept among the others yet."""
+        """Run one trial; it is not yet saved."""
         name = f"trials/trial-{len(self.trials) + 1:03d}"
         while os.path.lexists(self.folder.path / name):
-            name += "-again"  # one that was cut off keeps its folder
+            name += "-again"  # an interrupted trial keeps its folder
         self.folder.make(name)
         folder = self.folder.path / name
         is_recipe = self._arguments[:2] == ["fulltilt", "train"]
-        # Flags put a recipe's settings in force; its --out is deleted with the trial.
+        # Recipes take settings as flags; their --out is deleted with the trial.
         flags = [*recipe_flags(attempt.settings), "--fresh", "--out", SCRATCH] if is_recipe else []
         patience = self._patience
         if attempt.purpose == "search" and (best := best_of(self.trials)) is not None:
@@ -221,7 +221,7 @@ class Study:
 def next_step(trials: Sequence[Trial], space: Space, left_s: float) -> Attempt | None:
     """The next trial, or None when the study is over: nothing left to try, or no time for it."""
     if start_of(trials) is None:
-        return next_attempt(trials, space)  # without it nothing can be said, so it is tried whatever the time
+        return next_attempt(trials, space)  # nothing can be said without it, so it runs whatever time is left
     typical_s = fmean(trial.wall_s or 0.0 for trial in trials if is_valid(trial))
     to_verify_s = 2 * pairs_to_keep(trials) * typical_s
     attempt = next_attempt(trials, space) if left_s >= to_verify_s + typical_s else None
@@ -231,9 +231,9 @@ def next_step(trials: Sequence[Trial], space: Space, left_s: float) -> Attempt |
 
 
 def least_budget_s(trials: Sequence[Trial], space: Space, left_s: float) -> float | None:
-    """The budget that a first answer takes, where the start was measured and too little is left of it; else None.
+    """The budget that a first answer needs, where too little is left after the start; else None.
 
-    Too little is less than a candidate and one pair that verifies it; two pairs verify most of them.
+    Too little means less than a candidate and one pair of trials that verifies it; most need two pairs.
     """
     start = start_of(trials)
     if start is None or start.wall_s is None or next_attempt(trials, space) is None:
@@ -242,18 +242,18 @@ def least_budget_s(trials: Sequence[Trial], space: Space, left_s: float) -> floa
 
 
 def time_limit_s(trials: Sequence[Trial], left_s: float, asked_s: float | None) -> float:
-    """How long the next trial may take: never longer than the budget, which the first may use up."""
+    """How long the next trial may take: at most what is left of the budget."""
     start = start_of(trials)
     if asked_s is None and start is not None and start.wall_s is not None:
         asked_s = LIMIT_FACTOR * start.wall_s + LIMIT_MORE_S
     return left_s if asked_s is None else min(asked_s, left_s)
 
 
-# --------------------------------------------------------------------------- what the first trial told
+# --------------------------------------------------------------------------- what the first trial showed
 
 
 def learned(record: StudyRecord, run: Run, arguments: Sequence[str]) -> StudyRecord:
-    """The record with what the first trial tells about the job: its loader and its optimizer."""
+    """The record with what the first trial showed about the job: its loader and its optimizer."""
     evidence = gather(run)
     source = _source_of(evidence.loader, arguments)
     text = ""
@@ -274,13 +274,13 @@ def learned(record: StudyRecord, run: Run, arguments: Sequence[str]) -> StudyRec
 
 
 def _is_made_each_epoch(loader: LoaderRecord, source: str) -> bool:
-    """As the trial saw it, or, since it may end within an epoch, as the source says."""
+    """As the trial saw it, or, since a trial may end within an epoch, by the source."""
     line = int((loader.where or ":0").rpartition(":")[2])
     return made_for_each_pass(loader) or (loader.made_by is None and is_made_each_epoch(source, line))
 
 
 def changed_file(record: StudyRecord, arguments: Sequence[str]) -> Path | None:
-    """The script, or the file that makes its loader, if it is not as it was at the first trial."""
+    """The script or the file that makes its loader, where it has changed since the first trial."""
     for file, then in (
         (_source_of(record.loader, arguments), record.source_sha256),
         (_script(arguments), record.script_sha256),
@@ -296,5 +296,5 @@ def _source_of(loader: LoaderRecord | None, arguments: Sequence[str]) -> Path | 
 
 
 def _script(arguments: Sequence[str]) -> Path:
-    """The script that a command names; the working folder where it names none."""
+    """The script in a command; the working folder where there is none."""
     return Path(next((argument for argument in arguments if argument.endswith(".py")), ""))

@@ -1,4 +1,4 @@
-"""Whether a trial is surely faster than the start, and trains as well: both run in turns until it is known. Pure."""
+"""Whether a candidate is certainly faster than the start: both run in turns until that is known. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fulltilt.tuning.space import WORTH, Attempt, is_valid, knee_of, rate, start
 from fulltilt.tuning.trial.throughput import Z_95
 
 LEAST_PAIRS = 2
-# Where the time ends after one pair: no change of a machine's pace from minute to minute explains this much.
+# Enough after a single pair: a machine's own pace does not change by this much within minutes.
 CLEAR_OF_ONE_PAIR = 1.5
-# By the search: one pair will surely show as much as that.
+# A candidate that was this much faster in the search needs only one pair.
 FAR_AHEAD = 2.0
 MOST_PAIRS = 4
-# Two pairs that differ by more say little: one trial among them was an exception, and nobody knows which.
+# Two pairs that differ by more say little: one of their trials was an outlier.
 LIKE_PAIRS = 1.5
-# Trials that were throttled or failed make no pair: there is an end to them too.
+# A limit, since trials that were throttled or failed make no pair.
 MOST_TRIALS = 4 * MOST_PAIRS
-# The relative error of a trial that ended after a single block, whose interval has no end.
+# The relative error of a trial with a single block, whose interval is unbounded.
 OF_ONE_BLOCK = 0.5
 # A relative error above this says nothing more.
 WIDEST = 10.0
@@ -30,7 +30,7 @@ WIDEST = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How many times as fast the candidate is, with its 95 % interval, from so many pairs of trials."""
+    """The speedup of the candidate over the start, with its 95 % interval and the number of pairs behind it."""
 
     candidate: Settings
     ratio: float
@@ -55,8 +55,8 @@ class Comparison:
 def compare(trials: Sequence[Trial], candidate: Settings) -> Comparison | None:
     """The candidate against the start; None before the first pair.
 
-    The search picks the best of many noisy trials, which flatters it: only trials made to verify count here, and of
-    those the ones right behind a trial of the start, since a machine's pace changes from minute to minute.
+    The best of many noisy trials looks better than it is, so only trials made to verify count, and of those only the
+    ones right after a trial of the start, since a machine's pace changes from minute to minute.
     """
     turns = pairwise(trial for trial in trials if trial.purpose == "verify")
     pairs = [(a, b) for a, b in turns if _is_start(a) and b.settings == candidate and is_valid(b)]
@@ -65,7 +65,7 @@ def compare(trials: Sequence[Trial], candidate: Settings) -> Comparison | None:
     logs = [math.log(rate(b) / rate(a)) for a, b in pairs]
     within = fmean(_log_variance(a) + _log_variance(b) for a, b in pairs)
     between = variance(logs) if len(logs) > 1 else within
-    # Few pairs say little about how far pairs differ: the larger of the two estimates counts.
+    # A few pairs are a poor estimate of their spread: the larger of the two estimates counts.
     half = Z_95 * math.sqrt(max(within, between) / len(logs))
     mean = fmean(logs)
     return Comparison(candidate, math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
@@ -83,7 +83,7 @@ def _log_variance(trial: Trial) -> float:
 
 
 def candidate_of(trials: Sequence[Trial]) -> Settings | None:
-    """What is worth verifying: the fastest of the search that has not failed since; None where nothing is."""
+    """The settings to verify: the fastest of the search that have not failed since; None where there are none."""
     start, knee = start_of(trials), knee_of(trials)
     if start is None:
         return None
@@ -98,13 +98,13 @@ def candidate_of(trials: Sequence[Trial]) -> Settings | None:
 
 
 def _only_queues_longer(trial: Trial, others: Sequence[Trial]) -> bool:
-    """Whether a longer queue has gained nothing over the same settings without it."""
+    """Whether the longer queue of a trial gained nothing over the same settings without it."""
     shorter = replace(trial.settings, prefetch_factor=None)
     return any(t is not trial and t.settings == shorter and rate(trial) < WORTH * rate(t) for t in others)
 
 
 def pairs_to_keep(trials: Sequence[Trial]) -> int:
-    """How many pairs of trials must still find time when the search ends: one where the best is far ahead."""
+    """How many pairs of trials to keep time for: one where the best is far ahead."""
     start, found = start_of(trials), candidate_of(trials)
     if start is None or found is None:
         return 0
@@ -113,7 +113,7 @@ def pairs_to_keep(trials: Sequence[Trial]) -> int:
 
 
 def next_verification(trials: Sequence[Trial]) -> Attempt | None:
-    """The next trial that verifies: start and candidate in turns, until it is decided; None when it is."""
+    """The next trial that verifies: start and candidate in turns; None when it is decided."""
     verifying = [trial for trial in trials if trial.purpose == "verify"]
     candidate, comparison = candidate_of(trials), verified(trials)
     if candidate is None or (comparison is not None and comparison.decided) or len(verifying) >= MOST_TRIALS:
@@ -123,7 +123,7 @@ def next_verification(trials: Sequence[Trial]) -> Attempt | None:
 
 
 def verified(trials: Sequence[Trial]) -> Comparison | None:
-    """The candidate against the start, whatever came of it; None where there is none or no pair was made."""
+    """The comparison of the candidate with the start; None without a candidate or a pair."""
     candidate = candidate_of(trials)
     return None if candidate is None else compare(trials, candidate)
 

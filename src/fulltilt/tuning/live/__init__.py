@@ -1,7 +1,7 @@
-"""Live tuning: the loaders of a job get better settings while it trains, without a change to the script.
+"""Live tuning: gives the loaders of a job better settings while it trains, without a change to the script.
 
 `fulltilt run --auto` names this module in the job's environment; each process of the job calls ``attach`` once torch is
-there. The loader tap then asks for the source of every pass.
+imported. From then on every pass over a loader begins with ``Live.begin``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fulltilt.tuning.live.streamed import StreamTuner
     from fulltilt.tuning.live.tuner import LoaderTuner
 
-# In the job's environment: leave alone what would not stay bit for bit.
+# In the job's environment: tune only where batches stay bit for bit the same.
 EXACT = "FULLTILT_EXACT"
 
 
@@ -43,10 +43,10 @@ class Live(TunedProcess):
     def __init__(self, session: Session, limits: LiveLimits = DEFAULT, exact: bool = False) -> None:
         super().__init__(session, limits, exact)
         self.tuners: dict[int, LoaderTuner | StreamTuner] = {}
-        self._told: set[int] = set()  # loaders of which the other ranks know that they are left alone
+        self._announced: set[int] = set()  # loaders that the other ranks know to be left alone
 
     def begin(self, loader: Any, tap: LoaderStats, iterate: Callable[[Any], Any]) -> Any:
-        """The source of a pass over a loader; ``iterate`` is torch's own ``DataLoader.__iter__``."""
+        """The iterator of a pass over a loader; ``iterate`` is torch's own ``DataLoader.__iter__``."""
         if os.getpid() != self.session.recorder.pid:
             return self.session.loaders.start_workers(partial(iterate, loader), tap)
         from fulltilt.tuning.live.streamed import StreamTuner
@@ -59,12 +59,12 @@ class Live(TunedProcess):
         return tuner.begin(loader, iterate)
 
     def records(self) -> tuple[LiveRecord, ...]:
-        """What was done to each training loader. The other ranks hear of those left alone, also before ranks met."""
+        """What was done to each training loader; tells the other ranks of those that are left alone."""
         trains = [tuner for tuner in list(self.tuners.values()) if tuner.tap.trains]
         for tap, record in ((tuner.tap, tuner.record) for tuner in trains):
-            if record.state == "left_alone" and tap.loader_id not in self._told:
+            if record.state == "left_alone" and tap.loader_id not in self._announced:
                 with contextlib.suppress(FulltiltError, OSError):
                     if (ranks := self.ranks) is not None:
-                        ranks.say(self.report(tap, 0, Knobs(0), Capacity(0.0), left_alone=record.why))
-                        self._told.add(tap.loader_id)
+                        ranks.write(self.report(tap, 0, Knobs(0), Capacity(0.0), left_alone=record.why))
+                        self._announced.add(tap.loader_id)
         return tuple(tuner.record for tuner in trains)

@@ -1,8 +1,8 @@
-"""Whether other workers would make the same batches. Where not, a loader is left alone, for a reason told in words.
+"""Checks whether other workers would make the same batches. Where not, a loader is left alone, with a reason in words.
 
-First by what the loader is made of; then two workers make batches again that the script has had, three times each.
-Where these differ among each other, the data set draws random numbers; where they agree and the script had something
-else, it does otherwise in a worker.
+First by the parts of the loader; then two workers make batches again that the script has had, three times each. Where
+those differ among each other, the data set draws random numbers; where they agree but differ from the script's, it
+behaves differently in a worker.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from torch.utils.data import (
 from fulltilt.recorder.user_code import owner
 from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool
 
-# What is rounded differently with one thread comes out the same now and then.
+# Several, since results that depend on the number of threads agree now and then.
 MOST_BATCHES = 3
 CHECKING_WORKERS = 2
 TIMES = 3
-# Of a data set's own state; pickling more would take longer than a step.
+# Of a data set's state; pickling more would take longer than a step.
 MOST_STATE_BYTES = 32 << 20
 LARGE_ARRAY_BYTES = 1 << 20
 
 
 def short(error: Exception) -> str:
-    """The last line of what went wrong; before it stands a worker's own traceback."""
+    """The last line of an error's message, without the worker's traceback before it."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
 
 
 class BatchCheck:
-    """Collects batches of the script's, then has them made again. ``verdict``: same, random, or why to leave it alone.
+    """Collects batches of the script, then has workers make them again.
 
-    ``serial``: the training process makes the batches itself. Then its generators, its open files and the state of its
-    data set are looked at, too, before there are any workers that could share them.
+    ``verdict`` is SAME, RANDOM, or why to leave the loader alone. ``serial``: the training process makes the batches
+    itself; then its random generators, open files and the state of its data set are compared around each batch, too.
     """
 
     SAME, RANDOM = "same", "random"
@@ -67,8 +67,8 @@ class BatchCheck:
     def __init__(self, dataset: Any, collate: Any, serial: bool) -> None:
         self.verdict: str | None = None
         self.tensors_per_batch = 0
-        self.draws_from_torch = False  # from the generator that shuffles, too, where that has none of its own
-        self.thread: threading.Thread | None = None  # in which workers make the batches again
+        self.draws_from_torch = False  # from torch's global generator, which may also shuffle
+        self.thread: threading.Thread | None = None  # compares what workers make
         self._makers = (dataset, collate)
         self._serial = serial
         self._wanted: list[tuple[Any, bytes]] = []
@@ -87,19 +87,19 @@ class BatchCheck:
         return self.thread is None and self.verdict is None and bool(self._wanted)
 
     def begin_pass(self) -> None:
-        """The script may change its data set between two passes."""
+        """Start over: the script may have changed its data set between two passes."""
         if self.thread is None:
             self._wanted, self._state = [], None
 
     def about_to_fetch(self) -> None:
-        """The script's next batch is made."""
+        """Called before the script's next batch is made."""
         if self._serial:
             if self._state is None:
                 self._look_at_data_set()
             self._before = (generators_now(), file_positions())
 
     def fetched(self, indices: Any, batch: Any) -> None:
-        """It was made: keep what tells it from any other, since training may change the batch itself."""
+        """Called with that batch: keeps its digest, since training may change the batch in place."""
         if self._before is not None:
             generators, positions = self._before
             drawn = [one != other for one, other in zip(generators, generators_now(), strict=False)]
@@ -107,11 +107,11 @@ class BatchCheck:
             self.draws_from_torch = self.draws_from_torch or drawn[0]
             now = file_positions()
             if any(now.get(file, position) != position for file, position in positions.items()):
-                self.verdict = "its data set reads from a file that stays open, whose position workers would share"
+                self.verdict = "its data set reads from an open file whose position workers would share"
         pickled = Pickled(batch)
         problem = pickled.problem or pickled.unusual
         if problem is not None:
-            self.verdict = f"its batches cannot be handed over by a worker ({problem})"
+            self.verdict = f"a worker cannot send its batches ({problem})"
         self.tensors_per_batch = max(self.tensors_per_batch, pickled.tensors)
         self._wanted.append((copy.deepcopy(indices), pickled.digest))
 
@@ -126,7 +126,7 @@ class BatchCheck:
         self._state = pickled.digest
 
     def begin(self, make: Callable[[int], LoaderPool]) -> None:
-        """Have workers make the batches again, beside the training."""
+        """Have workers make the batches again, while training goes on."""
         if self._serial:
             self._look_at_data_set()
         if self.verdict is None:
@@ -155,22 +155,22 @@ class BatchCheck:
         self.verdict = self.RANDOM if self._is_random else found
 
 
-# ---------------------------------------------------------------------- what a fetch depends on
+# ---------------------------------------------------------------------- the state that a fetch depends on
 
 
-class _Enough(Exception):  # noqa: N818 - it says what happened
+class _Enough(Exception):  # noqa: N818 - no error
     pass
 
 
 class _Digest:
-    """A file that keeps nothing of what is written but its hash; of a data set no more than a limit is taken in."""
+    """A file that only hashes what is written; raises _Enough after ``most_bytes``."""
 
     def __init__(self, most_bytes: float) -> None:
         self.hash = hashlib.blake2b(digest_size=16)
         self._left = most_bytes
 
     def write(self, data: Any) -> None:
-        """Take it in."""
+        """Hash it."""
         self.hash.update(data)
         self._left -= len(data)
         if self._left < 0:
@@ -178,20 +178,20 @@ class _Digest:
 
 
 class Pickled(pickle.Pickler):
-    """Pickles to nowhere, which finds what no other process can have: open files, connections, pools of threads.
+    """Pickles to a hash, and finds what cannot be sent to a process: open files, connections, thread pools.
 
-    ``digest`` is that of a batch down to the last bit. Of a data set, large data, code and random generators are left
-    out, since forked workers have them anyway: it changes when the rest does, or what its code counts in a class or a
-    module. ``unusual`` names a tensor that a worker would not hand over as it is.
+    The ``digest`` of a batch covers every bit. That of a data set leaves out large arrays, code and random generators,
+    which forked workers have anyway, and includes plain values that its code keeps in classes and modules. ``unusual``
+    names a tensor that a worker would not send as it is.
     """
 
     def __init__(self, item: Any, is_batch: bool = True, with_generators: bool = False) -> None:
-        # Not to itself: the tensors of a cycle would be freed in a collection on any thread, which lets go of the lock.
+        # Not to itself: a garbage collection on another thread would free the tensors of such a reference cycle.
         self._written = _Digest(math.inf if is_batch else MOST_STATE_BYTES)
         super().__init__(self._written, protocol=pickle.HIGHEST_PROTOCOL)
         self._is_batch = is_batch
         self._with_generators = with_generators
-        self._code: list[types.FunctionType | type] = []  # of which a data set is made
+        self._code: list[types.FunctionType | type] = []  # code of the data set
         self.tensors = 0
         self.unusual: str | None = None
         self.problem: str | None = None
@@ -208,11 +208,11 @@ class Pickled(pickle.Pickler):
 
     @property
     def digest(self) -> bytes:
-        """Of all that was pickled."""
+        """The hash of all that was pickled."""
         return self._written.hash.digest()
 
     def reducer_override(self, item: Any) -> Any:
-        """Let something plain stand for what is not pickled as it is."""
+        """Replace what is not to be pickled as it is by a plain value."""
         numpy = sys.modules.get("numpy")
         if isinstance(item, torch.Tensor) and item.layout == torch.strided:
             return self._tensor(item)
@@ -239,7 +239,7 @@ class Pickled(pickle.Pickler):
         self.tensors += 1
         if item.device.type != "cpu" or (item.requires_grad and not item.is_leaf):
             self.unusual = f"a tensor on {item.device}{', with its gradient' if item.requires_grad else ''}"
-        if not self._is_batch:  # how often it was written to, where torch counts
+        if not self._is_batch:  # its version: how often it was written to
             return int, (0 if item.is_inference() else item._version,)
         held = item.detach().cpu().contiguous()
         data = ctypes.string_at(held.data_ptr(), held.numel() * held.element_size())
@@ -247,8 +247,7 @@ class Pickled(pickle.Pickler):
 
 
 def shared_state(code: list[types.FunctionType | type]) -> list[Any]:
-    """Plain values of the classes and modules that this code names, as far as it is the script's own: what it counts
-    there stays in the process that counts."""
+    """Plain values in the classes and modules that the script's own code names: each process changes only its own."""
     found: list[Any] = []
     seen: set[int] = set()
     while code:
@@ -259,7 +258,7 @@ def shared_state(code: list[types.FunctionType | type]) -> list[Any]:
         if isinstance(one, type):
             held = [value for name, value in vars(one).items() if not name.startswith("__")]
             code.extend(one.__bases__)
-            # Its special methods, too: they are what a loader calls.
+            # Special methods, too: the loader calls them.
             made_of = [getattr(value, "__func__", value) for value in vars(one).values()]
         else:
             held = made_of = [one.__globals__[name] for name in _names(one.__code__) if name in one.__globals__]
@@ -275,7 +274,7 @@ def _file_of(code: types.FunctionType | type) -> str:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The globals that code reads or writes; in ``co_names`` are attributes, too, which may be called alike."""
+    """The globals that code reads or writes; ``co_names`` would include attributes of the same name."""
     yield from (str(step.argval) for step in dis.get_instructions(code) if step.opname.endswith(("_GLOBAL", "_NAME")))
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -298,7 +297,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How to get and to set the state of the random generators that all code of this process shares; torch's first."""
+    """(get state, set state) of the global random generators, torch's first."""
     of_numpy = getattr(sys.modules.get("numpy"), "random", None)
     return [
         (torch.get_rng_state, torch.set_rng_state),
@@ -308,14 +307,14 @@ def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
 
 
 def generators_now() -> list[bytes]:
-    """Where those generators stand."""
+    """The states of those generators."""
     states = (get() for get, _ in _generators())
     return [bytes(state.tolist()) if isinstance(state, torch.Tensor) else pickle.dumps(state) for state in states]
 
 
 @contextlib.contextmanager
 def kept_generators(own: torch.Generator | None) -> Iterator[None]:
-    """Put those generators, and the loader's ``own``, back to where they stood."""
+    """Restore the global generators, and the loader's ``own``, at the end."""
     generators = [*_generators(), *([] if own is None else [(own.get_state, own.set_state)])]
     kept = [(put_back, get()) for get, put_back in generators]
     try:
@@ -325,68 +324,66 @@ def kept_generators(own: torch.Generator | None) -> Iterator[None]:
             put_back(state)
 
 
-# Of the system's, and where JIT compilers (oneDNN's) note their code for `perf`.
+# System files, and those in which JIT compilers (oneDNN) list their code for `perf`.
 NO_DATA = ("/proc/", "/sys/", "/tmp/perf-")
 
 
 def file_positions() -> dict[tuple[int, str], int]:
-    """The position of each file that this process has open to read: forked workers would share it.
+    """The position of each file that this process has open for reading: forked workers would share it.
 
-    Files that are only written or appended to are no data: logs, and Fulltilt's record, grow during a fetch too.
+    Not of files that are only written: logs and Fulltilt's record grow during a fetch, too.
     """
-    if not psutil.LINUX:  # elsewhere nobody tells
+    if not psutil.LINUX:  # not known elsewhere
         return {}
     to_read = (file for file in psutil.Process().open_files() if file.mode in ("r", "r+"))
     return {(file.fd, file.path): file.position for file in to_read if not file.path.startswith(NO_DATA)}
 
 
-# ---------------------------------------------------------------------- what a loader is made of
+# ---------------------------------------------------------------------- the parts of a loader
 
-# These fix their whole order when the first index is drawn, whatever happens afterwards.
+# These fix their whole order when the first index is drawn.
 FIXED_AT_ONCE = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-# Accelerate's wrappers pass on what the sampler inside gives.
+# Accelerate's wrappers, and the attribute with the sampler inside.
 WRAPPERS = {"BatchSamplerShard": "batch_sampler", "SkipBatchSampler": "batch_sampler"}
 OVER_A_SEQUENCE: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 def reason_against(loader: Any) -> str | None:
-    """Why this loader is left alone, from what it is made of; None when nothing speaks against tuning it."""
+    """Why this loader cannot be tuned, by its class and parts; None where it can."""
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
-        return f"its class {kind.__name__} iterates in a way of its own"
+        return f"its class {kind.__name__} overrides how a DataLoader iterates"
     if isinstance(loader.dataset, IterableDataset) and loader.num_workers:
         return (
             "an IterableDataset divides its data among its workers: another number would lose or repeat samples, "
             "unless the data set is written for it"
         )
     if isinstance(loader.dataset, MapDataPipe):
-        return "a DataPipe keeps a state of its own in each worker"
+        return "a DataPipe keeps state in each worker"
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         return "its batches come in no fixed order (in_order=False)"
     if torch.get_default_device().type != "cpu":
-        return f"the default device is {torch.get_default_device()}, from which torch draws the seeds of workers"
+        return f"torch draws the seeds of workers on the default device, which is {torch.get_default_device()}"
     if loader.num_workers:
         return None
-    # A loader without workers cannot always get some behind the script's back.
+    # A loader without workers cannot always be given some.
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method != "fork":
-        return (
-            f"workers would start by {method}, which runs the script's top level again; the script has not asked for it"
-        )
+        return f"workers would start by {method}, which runs the top level of the script again"
     if multiprocessing.current_process().daemon:
         return "this process may not start processes of its own (it is a daemon)"
     if threading.current_thread() is not threading.main_thread():
-        return "a thread of the script's own draws its batches; forking beside the main thread could catch a lock"
+        return "a thread of the script draws its batches; forking from a thread may deadlock"
     return None
 
 
 def reason_of_sampler(sampler: Any, iterator: Any) -> str | None:
-    """Why a sampler may not be read further ahead than the script itself does; ``iterator`` is its own, under way."""
+    """Why a sampler may not be read further ahead; None where it may. ``iterator`` is the one of the pass under way."""
     kind = type(sampler)
     if isinstance(iterator, OVER_A_SEQUENCE) or any(kind.__iter__ is known.__iter__ for known in FIXED_AT_ONCE):
         return None
     if isinstance(sampler, RandomSampler) and (kind.__iter__ is RandomSampler.__iter__ or _of_accelerate(kind)):
-        # With a generator of the script's own, later permutations of one pass are drawn from it when they are needed.
+        # Later permutations of a pass would be drawn from the script's own generator when they are needed.
         later = sampler.replacement or sampler.num_samples > len(sampler.data_source)
         if sampler.generator is not None and later:
             return "its RandomSampler draws from the script's own generator during the pass"

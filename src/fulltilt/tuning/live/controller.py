@@ -1,6 +1,6 @@
-"""Which settings to try next while a job trains, and whether they pay: pure functions of what was seen so far.
+"""Which settings to try next while a job trains, and whether they pay: pure functions of what was measured so far.
 
-Workers come first: a leap to where they may be enough, then beside the best. Then comes the depth of the queue.
+Workers come first: a jump to a number that may be enough, then numbers next to the best. The queue's depth comes last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fulltilt.tuning.search import Bracket
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Stay with what is in force; ``why`` is for the user."""
+    """Keep the settings in force; ``why`` is for the user."""
 
     why: str
 
@@ -31,9 +31,9 @@ def decide(
     undecided: int = 0,
     limits: LiveLimits = DEFAULT,
 ) -> Knobs | Settle:
-    """What to try next, after a few tries Settle. ``seen`` has the start first; ``failed`` are settings that broke.
+    """What to try next, or Settle. ``seen`` begins with the script's settings; ``failed`` are settings that broke.
 
-    ``undecided``: how many tries more there were, of which it could not be told whether they pay.
+    ``undecided``: how many more trials there were whose gain could not be determined.
     """
     best = best_of(seen)
     if best.wait_share <= limits.enough_wait_share:
@@ -41,7 +41,7 @@ def decide(
     if len(seen) - 1 + len(failed) + undecided >= limits.most_moves:
         return Settle(f"{limits.most_moves} settings were tried")
     most, what = most_workers(capacity, best.knobs.prefetch_factor, limits)
-    # Batches a second that training could take if it never waited.
+    # Batches a second that training could consume if it never waited.
     ceiling = 1 / max(min(one.busy_s for one in seen), 1e-9)
     tried = [
         *((one.knobs.num_workers, one.batches_per_s) for one in seen),
@@ -51,7 +51,7 @@ def decide(
     workers = _next_workers(seen[0], len(seen) + len(failed), bracket, limits)
     if workers is not None:
         return Knobs(workers, best.knobs.prefetch_factor, best.knobs.pin_memory or capacity.can_pin)
-    # Uneven batches empty a short queue now and then although the workers could keep up on average.
+    # Uneven batches can empty a short queue although the workers keep up on average.
     deeper = best.knobs._replace(prefetch_factor=min(2 * best.knobs.prefetch_factor, limits.most_prefetch))
     known = {one.knobs[:2] for one in seen} | {other[:2] for other in failed}
     once = best.knobs.prefetch_factor == seen[0].knobs.prefetch_factor and deeper[:2] not in known
@@ -62,14 +62,15 @@ def decide(
 
 
 def best_of(seen: tuple[Seen, ...]) -> Seen:
-    """The fastest of what was seen."""
+    """The fastest of the settings measured."""
     return max(seen, key=lambda one: one.batches_per_s)
 
 
 def pays(before: Seen, trial: Seen, again: Seen, limits: LiveLimits = DEFAULT) -> bool | None:
-    """Whether a change is worth keeping: faster than the settings in force were before the trial and are again behind
-    it, by more than windows of one setting may differ, or as fast with fewer workers. None: it cannot be told, since
-    those two differ by more than it gains.
+    """Whether a trial's settings are worth keeping: faster than those in force, or as fast with fewer workers.
+
+    ``before`` and ``again`` are the settings in force, measured before and after the trial. None: undecided, since
+    these two differ by more than the gain.
     """
     low, high = sorted((before.batches_per_s, again.batches_per_s))
     fewer = 0 < trial.knobs.num_workers < before.knobs.num_workers
@@ -81,14 +82,14 @@ def pays(before: Seen, trial: Seen, again: Seen, limits: LiveLimits = DEFAULT) -
 
 
 def pays_clearly(before: Seen, trial: Seen, limits: LiveLimits = DEFAULT) -> bool:
-    """Whether a change gains so much that the settings in force need not be measured again behind it."""
+    """Whether a trial gains so much that the settings in force need not be measured again after it."""
     return trial.batches_per_s >= limits.clear_gain * before.batches_per_s
 
 
 def at_pace_of(again: Seen, before: Seen, trial: Seen, seen: tuple[Seen, ...]) -> tuple[Seen, ...]:
-    """All that was seen, the trial last, as the job would give it now that the settings in force give ``again``.
+    """All measurements, the trial last, scaled to the present pace, at which the settings in force give ``again``.
 
-    The job's own pace during the trial is taken to have been the middle of ``before`` and ``again``.
+    The job's pace during the trial is taken to be the mean of ``before`` and ``again``.
     """
     since = again.batches_per_s / before.batches_per_s
     during = 2 * since / (1 + since)
@@ -97,7 +98,7 @@ def at_pace_of(again: Seen, before: Seen, trial: Seen, seen: tuple[Seen, ...]) -
 
 
 def _next_workers(start: Seen, tried: int, bracket: Bracket, limits: LiveLimits) -> int | None:
-    """The number of workers to try next: first a leap to where it may be enough, then beside the best so far."""
+    """The number of workers to try next: first a jump to what may be enough, then next to the best so far."""
     if bracket.most < 1:
         return None
     if tried == 1 or not bracket.rates:
@@ -114,11 +115,11 @@ def _next_workers(start: Seen, tried: int, bracket: Bracket, limits: LiveLimits)
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What is left for the workers of one loader. None means not known, and then it does not limit.
+    """What is left for the workers of one loader; None is unknown and sets no limit.
 
-    ``cpu_share`` is the part of a fetch that needs a CPU; ``other_workers`` are those of the job's other loaders, and
-    ``ranks`` the processes of the job that share this machine, ``cpu_ranks`` those of them that share these CPUs (a
-    launcher may give each its own). ``worker_bytes`` is the measured PSS of one worker.
+    ``cpu_share`` is the share of a fetch that needs a CPU; ``other_workers`` are those of the job's other loaders.
+    ``ranks`` of the job share this machine, ``cpu_ranks`` of them these CPUs (a launcher may give each its own).
+    ``worker_bytes`` is the measured PSS of one worker.
     """
 
     cpus: float
@@ -136,10 +137,10 @@ class Capacity:
 
 
 def most_workers(capacity: Capacity, prefetch: int, limits: LiveLimits = DEFAULT) -> tuple[int, str]:
-    """The most workers that a new pool may have beside what runs now, and what sets that limit."""
+    """The most workers that a new pool may have, and what sets that limit."""
     share = max(capacity.cpu_share if capacity.cpu_share is not None else 1.0, 1 / limits.waiting_workers_per_cpu)
     what = "1 usable CPU" if capacity.cpus == 1 else f"{capacity.cpus:g} usable CPUs"
-    if capacity.ranks > 1:  # each has its part: together they never have more workers than there are CPUs
+    if capacity.ranks > 1:  # all ranks together have no more workers than there are CPUs
         what += f" for {capacity.cpu_ranks} ranks" if capacity.cpu_ranks > 1 else ""
         bounds = [(max(int(capacity.cpus // capacity.cpu_ranks) - capacity.other_workers, 0), what)]
     else:
@@ -160,7 +161,7 @@ def most_workers(capacity: Capacity, prefetch: int, limits: LiveLimits = DEFAULT
 
 
 def measure_capacity(session: Session, tap: LoaderStats, other_workers: int, tensors_per_batch: int) -> Capacity:
-    """What is left for a new pool of this loader, beside everything that runs now."""
+    """What is left for a new pool of this loader."""
     told = session.state.workers.get(tap.loader_id)
     told_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(int(told_ranks), 1) if told_ranks.isdigit() else 1
@@ -181,7 +182,7 @@ def measure_capacity(session: Session, tap: LoaderStats, other_workers: int, ten
 
 
 def _cpu_share(session: Session, tap: LoaderStats) -> float | None:
-    """The part of fetching in which a CPU is used or queued for."""
+    """The share of fetching that uses a CPU or waits for one."""
     told = session.state.workers.get(tap.loader_id)
     workers = told.record(tap.loader_id) if told is not None else None
     if workers is not None and workers.fetch_s > 0:
@@ -190,7 +191,7 @@ def _cpu_share(session: Session, tap: LoaderStats) -> float | None:
 
 
 def _files_left() -> int | None:
-    """File descriptors that this process may still open; None where nobody tells."""
+    """File descriptors that this process may still open; None where that is unknown."""
     try:
         import resource
 
@@ -201,7 +202,7 @@ def _files_left() -> int | None:
 
 
 def _can_pin(session: Session) -> bool:
-    """Whether batches are copied to a GPU from memory that is not pinned."""
+    """Whether batches are copied to a GPU from pageable memory."""
     import torch
 
     copies = session.state.copies

@@ -1,7 +1,7 @@
-"""Pools of workers: copies of the script's DataLoader with other settings, fed with index batches from one queue.
+"""Pools of loader workers: copies of the script's DataLoader with other settings, which share one queue of indices.
 
-Private to torch are ``_remove_worker_pids`` and ``_worker_pids_set`` (see `LoaderPool`), ``_shutdown_workers`` of an
-iterator, ``_iterator`` and ``_get_iterator`` of a DataLoader; all else is its public face.
+Private names of torch used here: ``_remove_worker_pids`` and ``_worker_pids_set`` (see `LoaderPool`), an iterator's
+``_shutdown_workers``, a DataLoader's ``_iterator`` and ``_get_iterator``.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from torch.utils.data._utils import signal_handling
 from fulltilt.tuning.live.measurement import Knobs
 from fulltilt.tuning.trial.throughput import ready_batches
 
-# What torch writes into the message of an error that the data set raised in a worker.
+# In the message of an error that the data set raised in a worker.
 RAISED_IN_WORKER = "in DataLoader worker process"
 
 
 def knobs_of(loader: Any) -> Knobs:
-    """The settings that the script gave its loader."""
+    """The script's own settings of a loader."""
     return Knobs(int(loader.num_workers), loader.prefetch_factor or Knobs(0).prefetch_factor, bool(loader.pin_memory))
 
 
 def sampler_of(loader: Any) -> Any:
-    """What gives the indices of one batch after the other."""
+    """The sampler that gives the indices of each batch."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def starts_slowly(loader: Any) -> bool:
-    """Whether its workers import the script and torch before their first batch, which takes seconds."""
+    """Whether its workers first import the script and torch (spawn), which takes seconds."""
     context = loader.multiprocessing_context or multiprocessing
     return str(context.get_start_method()) != "fork"
 
 
 def is_of_data_set(error: Exception) -> bool:
-    """Whether the script's own code raised this in a worker, rather than the pool having failed."""
+    """Whether the data set raised this in a worker; otherwise the pool failed."""
     return RAISED_IN_WORKER in str(error)
 
 
 def copy_of(loader: Any) -> Any:
-    """A DataLoader with all that this one has, without the constructor's work."""
+    """A copy of a DataLoader, without calling its constructor."""
     copy = object.__new__(DataLoader)
     vars(copy).update(vars(loader))
     return copy
 
 
 class _PoolSampler:
-    """Stands where a pool's DataLoader has its sampler: gives it index batches while there is a queue.
+    """The sampler of a pool's DataLoader: gives it indices from the queue.
 
-    ``owed`` are those that it took and has not made yet, the earliest first.
+    ``owed`` are the indices of batches that the pool has not made yet, the earliest first.
     """
 
     def __init__(self) -> None:
@@ -77,12 +77,12 @@ class _PoolSampler:
 
 
 class LoaderPool:
-    """Makes the batches whose indices its feed gives; with no workers, in the training process.
+    """Makes batches for indices from the queue; without workers, in the training process.
 
-    Workers live until the pool is dropped: each ``serve`` is a new pass to torch. ``patience_s`` is how long a batch
-    may take; None for the script's own pool, whose errors are the script's and behave as torch has them. torch raises
-    the death of a worker in the training thread wherever that stands: any other pool is taken off that list, and its
-    dead workers are found when a batch is waited for.
+    Workers live as long as the pool; for torch each ``serve`` is a new pass. ``patience_s`` is how long a batch may
+    take; None for a pool with the script's own settings, whose errors are the script's and stay as in torch. When a
+    worker dies, torch raises in the training thread, wherever that is. Our other pools are taken off that list; their
+    dead workers are noticed when a batch is waited for.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LoaderPool:
         self.knobs = knobs
         self.is_scripts_own = patience_s is None
         self.on_trial = False
-        self.start_s = 0.0  # that starting the workers held up training
+        self.start_s = 0.0  # how long starting the workers held up training
         self.last_taken: Any = None
         self._sampler = _PoolSampler()
         self._metered = metered
@@ -117,7 +117,7 @@ class LoaderPool:
         )
 
     def serve(self, queue: IndexQueue) -> None:
-        """Take indices from this queue from now on, as many as the workers may have."""
+        """Take indices from this queue from now on."""
         self._sampler.owed.clear()
         self._sampler.queue = queue
         if self._iterator is not None:
@@ -133,8 +133,8 @@ class LoaderPool:
             signal_handling._remove_worker_pids(id(self._iterator))  # type: ignore[attr-defined]
             self._iterator._worker_pids_set = False
         if self.knobs.num_workers:
-            # Before multiprocessing kills them, which leaves their folders in /tmp. Up to 2.14, torch's own exit
-            # handler waits five seconds for each worker that pins.
+            # Before multiprocessing kills them, which leaves their folders in /tmp. torch's exit handler, up to 2.14,
+            # waits five seconds for each worker of a loader that pins.
             atexit.register(_end_at_exit, weakref.ref(self))
 
     @property
@@ -143,21 +143,21 @@ class LoaderPool:
         return self._sampler.queue is not None
 
     def close(self) -> None:
-        """Take no more indices, and make what it owes."""
+        """Take no more indices, but make the batches begun."""
         self._sampler.queue = None
 
     @property
     def owed(self) -> list[Any]:
-        """Indices of the batches that it still owes, the earliest first."""
+        """Indices of the batches that it has begun, the earliest first."""
         return list(self._sampler.owed)
 
     @property
     def ready(self) -> int:
-        """How many batches its workers have made that nobody has taken yet."""
+        """How many finished batches are waiting."""
         return ready_batches(self._iterator)
 
     def draw(self) -> tuple[Any, Any]:
-        """The next batch behind its indices. An error of the data set counts as a batch that was made."""
+        """The indices of the next batch, and the batch. An error of the data set counts as a batch that was made."""
         try:
             batch = next(self._iterator)
         except Exception as error:
@@ -167,10 +167,10 @@ class LoaderPool:
         return self._sampler.owed.popleft(), batch
 
     def retire(self) -> None:
-        """End its workers beside the training thread: joining them takes a moment, and five seconds where one hangs.
+        """End its workers on another thread: joining them takes a moment, and five seconds where one hangs.
 
-        Not with the last reference, as torch does: the traceback of an error may hold it for good. A job that ends
-        meanwhile waits for it: workers that are killed leave their folders in /tmp.
+        Not when the last reference goes, as torch does: the traceback of an error may keep one. The process waits for
+        that thread at its exit, since killed workers leave their folders in /tmp.
         """
         iterator = self._let_go()
         if self.knobs.num_workers and iterator is not None:
@@ -183,20 +183,20 @@ class LoaderPool:
 
 
 def _end_at_exit(reference: weakref.ref[LoaderPool]) -> None:
-    """As the job ends."""
+    """End the workers at the exit of the job."""
     pool = reference()
     if pool is not None and (iterator := pool._let_go()) is not None:
         iterator._shutdown_workers()
 
 
-# --------------------------------------------------------------------------- the index batches of a pass
+# --------------------------------------------------------------------------- the indices of a pass
 
 
 class IndexQueue:
-    """What is left of a sampler's pass. What a pool took and did not make comes back to the front.
+    """The rest of a sampler's pass. Indices that a pool took but did not use come back to the front.
 
-    RandomSampler draws one more permutation, for nothing, after its last index: from a generator of the script's own it
-    is drawn when the pass ends, however far ahead workers have read.
+    RandomSampler draws one more, unused permutation after its last index. From a generator of the script that is
+    deferred to the end of the pass, however far ahead workers have read.
     """
 
     def __init__(self, indices: Iterator[Any], sampler: Any = None) -> None:
@@ -229,18 +229,18 @@ class IndexQueue:
                 self._owes_permutation = True
 
     def give_back(self, batches: Iterable[Any]) -> None:
-        """Put index batches, the earliest first, before everything else."""
+        """Put indices back, the earliest first, to be taken next."""
         self._stock.extendleft(reversed(list(batches)))
 
     def over(self) -> None:
-        """The script was told that the pass is over."""
+        """The pass has ended for the script."""
         if self._shuffler is not None and self._owes_permutation:
             self._owes_permutation = False
             torch.randperm(len(self._shuffler.data_source), generator=self._shuffler.generator)
 
 
 def shuffler_of(sampler: Any) -> Any:
-    """What draws the random order behind a loader's sampler, with its ``generator``; None where nothing does."""
+    """The sampler that draws the random order, with its ``generator``; None where none does."""
     while sampler is not None and not hasattr(sampler, "generator"):
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
     return sampler

@@ -1,4 +1,4 @@
-"""What a stretch of batches says about the settings under which they came."""
+"""Measures the batch rate of loader settings."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fulltilt.figures import percent
 from fulltilt.records import LiveRecord
 from fulltilt.tuning.live.limits import DEFAULT, LiveLimits
 
-# A stop this many times as long as the usual one is no part of a step; a wait for a GPU some steps behind is.
+# A stop this many times the usual one is no part of a step; waiting for a GPU some steps behind is.
 PAUSE_TIMES = 20.0
-# With fewer groups than this the scatter of their means is itself a guess.
+# With fewer groups their standard error is itself a guess.
 ENOUGH_GROUPS = 3
 UNKNOWN_SPREAD = 0.08
 LOOK_EVERY_S = 0.25
 
 
 class Knobs(NamedTuple):
-    """The settings of a loader that live tuning may change; none of them changes what is trained."""
+    """The loader settings that live tuning may change; none of them changes what is trained."""
 
     num_workers: int
     prefetch_factor: int = 2
@@ -30,7 +30,7 @@ class Knobs(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One batch: how long training waited for it, and how long it was busy before; ``from_queue``: batches used up."""
+    """One batch: how long training waited for it, and was busy before; ``from_queue``: by how much the queue shrank."""
 
     wait_s: float
     busy_s: float
@@ -38,7 +38,7 @@ class Arrival(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What settings gave. ``spread`` is the standard error of the rate as a share of it."""
+    """The measured rate of settings. ``spread`` is its relative standard error."""
 
     knobs: Knobs
     batches_per_s: float
@@ -47,15 +47,15 @@ class Seen(NamedTuple):
     busy_s: float
 
     def times(self, factor: float) -> Seen:
-        """The same in a job whose pace is so many times as high."""
+        """The same at ``factor`` times the job's pace."""
         return self._replace(batches_per_s=self.batches_per_s * factor, busy_s=self.busy_s / factor)
 
 
 def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: LiveLimits = DEFAULT) -> Seen | None:
-    """The rate of a stretch, pauses and what they let queue up left out; None when too little is left.
+    """The lasting rate over these batches, without pauses and what queued up in them; None when too few are left.
 
-    Workers deliver in turns, so that batches come in bursts of as many: whole bursts are counted, and the scatter is
-    taken between them. While a queue is used up training takes more than the workers make; what they make will last.
+    Batches come in bursts of as many as there are workers: whole bursts count, and the spread is taken between them.
+    While the queue drains, training consumes more than the workers make; only what they make counts.
     """
     size = max(knobs.num_workers, 1)
     kept = _without_pauses(arrivals, knobs, limits)
@@ -72,7 +72,7 @@ def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: LiveLimits = DE
         spread = statistics.stdev(groups) / statistics.fmean(groups) / math.sqrt(len(groups))
     used_up = sum(arrival.from_queue for arrival in kept)
     made = len(kept) - (used_up if used_up > 1 else 0)  # one batch more or less in the queue is chance
-    rate = max(made, 1) / total_s  # where all of them came out of the queue, it is less than that
+    rate = max(made, 1) / total_s  # where all came from the queue, it is lower still
     busy_s = sum(arrival.busy_s for arrival in kept) / len(kept)
     return Seen(knobs, rate, spread, 1 - rate * busy_s, busy_s)
 
@@ -95,8 +95,7 @@ def _without_pauses(arrivals: Sequence[Arrival], knobs: Knobs, limits: LiveLimit
 
 
 def is_conclusive(seen: Seen, best: float | None, limits: LiveLimits = DEFAULT) -> bool:
-    """Whether a longer look could hardly change what is done next: a trial that clearly pays or does not, a start whose
-    loader clearly is the limit."""
+    """Whether measuring longer would not change the decision: a trial clearly pays or not, a start clearly waits."""
     low, high = (seen.batches_per_s * (1 + times * seen.spread) for times in (-2, 2))
     if best is None:
         return 1 - high * seen.busy_s >= limits.clear_wait_share
@@ -104,8 +103,8 @@ def is_conclusive(seen: Seen, best: float | None, limits: LiveLimits = DEFAULT) 
 
 
 def with_rates(record: LiveRecord, seen: Seen) -> LiveRecord:
-    """The record with what the settings in force give now. Those of the script are taken to have changed alike: what
-    was gained is told by trials alone, not by a job that slows down or speeds up by itself."""
+    """The record with the present rate of the settings in force. The rate of the script's own settings is scaled alike:
+    the gain comes from trials only, not from a job that slows down or speeds up by itself."""
     before, wait_share = record.before_batches_per_s, record.before_wait_share
     if record.settings == record.before or before is None:
         before, wait_share = seen.batches_per_s, seen.wait_share
@@ -116,7 +115,7 @@ def with_rates(record: LiveRecord, seen: Seen) -> LiveRecord:
 
 
 def pace_changed(before: Seen, again: Seen) -> str:
-    """Why it cannot be told whether a trial between these two pays."""
+    """Why it is undecided whether a trial between these two pays."""
     factor = again.batches_per_s / before.batches_per_s
     return f"the job itself became {percent(abs(factor - 1))} {'slower' if factor < 1 else 'faster'} meanwhile"
 
@@ -127,7 +126,7 @@ def with_outcome(
     seen: Seen | None,
     why: str | None = None,
 ) -> LiveRecord:
-    """The record with how its last move ended."""
+    """The record with the outcome of its last move."""
     rate, wait = (None, None) if seen is None else (seen.batches_per_s, seen.wait_share)
     *earlier, last = record.moves
     ended = replace(last, outcome=outcome, batches_per_s=rate, wait_share=wait, why=why)
@@ -135,7 +134,7 @@ def with_outcome(
 
 
 class MeasurementWindow:
-    """Collects the batches that come under one setting until they say enough about it."""
+    """Collects batches under one setting until its rate is known."""
 
     def __init__(self, limits: LiveLimits, clock: Callable[[], float] = time.perf_counter) -> None:
         self._limits = limits
@@ -143,9 +142,9 @@ class MeasurementWindow:
         self.begin(Knobs(0), limits.warm_up_batches)
 
     def begin(self, knobs: Knobs, skip: int = 0, best: float | None = None) -> None:
-        """Begin anew. The first ``skip`` batches do not count, for as long as coming into stride may take.
+        """Start over. The first ``skip`` batches do not count, for at most ``settle_s``.
 
-        ``best``: batches a second of the settings that these are to beat; None for the first that are looked at.
+        ``best``: batches a second of the settings to beat; None for the first measurement.
         """
         self._knobs = knobs
         self._best = best
@@ -156,17 +155,17 @@ class MeasurementWindow:
         self._look_at_s = 0.0
 
     def pass_ended(self) -> None:
-        """The first batch of the next pass has waited for the pass to begin, and for nothing else."""
+        """Skip the first batch of the next pass, which waits for the pass to begin."""
         self._skip = max(self._skip, 1)
 
     def add(self, arrival: Arrival) -> Seen | None:
-        """Take a batch in. Returns what was seen when that is enough."""
+        """Add a batch. Returns the measurement once it is good enough."""
         now_s = self._clock()
         if self._skip:
             if not self._skipped:
                 self._skip_until_s = now_s + self._limits.settle_s
             self._skipped += 1
-            # Each worker gets something to do first: one that has nothing to do yet gives nothing.
+            # Each worker gets work first.
             is_over = now_s >= self._skip_until_s and self._skipped >= self._knobs.num_workers
             self._skip = 0 if is_over else self._skip - 1
             return None

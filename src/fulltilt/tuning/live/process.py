@@ -1,4 +1,4 @@
-"""What the tuners of one process share: its limits and ranks, the room for workers, and where found settings go."""
+"""What the tuners of one process share: limits, the reports of all ranks, capacity, and the settings file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from fulltilt.tuning.live.controller import Capacity, measure_capacity
 from fulltilt.tuning.live.limits import LiveLimits
 from fulltilt.tuning.live.measurement import Knobs
 from fulltilt.tuning.live.rank_reports import RankReports, Report
-from fulltilt.tuning.space import rid_of_none
 
 
 class TunedProcess:
@@ -34,12 +33,12 @@ class TunedProcess:
         self.exact = exact
         self._t0_s = int(os.environ.get(attached.T0_NS) or time.perf_counter_ns()) * 1e-9
         self._found_for: str | None = None  # the loader whose settings were found last
-        self._lock = threading.Lock()  # the observer's thread asks for the ranks, too
+        self._lock = threading.Lock()  # the observer's thread reads them, too
         self._ranks: RankReports | None = None
 
     @property
     def ranks(self) -> RankReports | None:
-        """How the ranks of this job agree; None in a job of one, and before the ranks have met."""
+        """The reports of all ranks; None in a job of one rank, and before the process group exists."""
         notes = self.session.state
         with self._lock:
             if self._ranks is None and notes.group is not None:
@@ -52,15 +51,15 @@ class TunedProcess:
         return self.session.state.world_size == 1
 
     def reason_of_job(self, streams: bool = False) -> str | None:
-        """Why no loader, or none that ``streams``, is tuned in this job; None when nothing speaks against it."""
+        """Why no loader, or no streamed one, is tuned in this job; None where it may be."""
         if not self.is_alone():
             return "a streamed data set is tuned in jobs of one rank only" if streams else None
         if store.is_task(Path(self.session.recorder.folder)):
-            return "this is one of several tasks, whose ranks have not met in a process group of torch's"
+            return "this is one of several tasks, and their ranks have no torch process group"
         return None
 
     def report(self, tap: LoaderStats, batch: int, knobs: Knobs, capacity: Capacity, **what: Any) -> Report:
-        """What this rank says of a loader, which all ranks know by its line and its place among those made there."""
+        """This rank's report on a loader, which all ranks know by its line and its number among those made there."""
         place = sum(other.where == tap.where for other in self.session.loaders.all[: tap.loader_id])
         cpus = f"{sum(1 << cpu for cpu in allowed_cpus()):x}"
         return Report(f"{tap.where} {place}", batch, socket.gethostname(), cpus, knobs, capacity, **what)
@@ -70,13 +69,13 @@ class TunedProcess:
         return time.perf_counter() - self._t0_s
 
     def capacity(self, tap: LoaderStats, tensors_per_batch: int) -> Capacity:
-        """What is left for the workers of one loader, beside those of the others."""
+        """What is left for the workers of one loader."""
         others = (other for other in self.session.loaders.all if other is not tap and other.in_pass)
         workers = sum(other.serving_workers or 0 for other in others)
         return measure_capacity(self.session, tap, workers, tensors_per_batch)
 
     def write(self, where: str | None, settings: Settings | None) -> None:
-        """Leave what was found where `fulltilt run --settings` takes it; None: nothing is to be taken after all."""
+        """Write the settings found, for `fulltilt run --settings`; None deletes that file."""
         notes = self.session.state
         notes.learn_rank()
         if notes.rank != 0:
@@ -84,7 +83,7 @@ class TunedProcess:
         path = Path(self.session.recorder.folder) / store.SETTINGS_FILE
         try:
             if settings is not None:
-                store.write_json(path, {**rid_of_none(settings), **({LOADER: where} if where else {})})
+                store.write_json(path, {**store.encode(settings), **({LOADER: where} if where else {})})
                 self._found_for = where
             elif self._found_for == where:
                 store.OwnedFolder(path.parent).remove(path.name)

@@ -1,9 +1,8 @@
-"""What the ranks of a job agree on before live tuning acts, so that all of them move together, at the same batch.
+"""How the ranks of a job agree before live tuning acts, so that all of them change settings at the same batch.
 
-Ranks train in step: where one tries something, all are slowed down by it, or hold it back. So each rank reports what it
-saw in a file of its own, in its run folder. Once rank 0 has read the reports of all, it writes what they come to, by
-the slowest rank, and a batch that none has reached; there each of them takes the same decision from the same figures.
-Nobody waits: as long as a report is missing, all go on with what they have.
+Ranks train in lockstep: a trial on one slows all of them down. So each rank writes its measurements to a file in its
+run folder. Once rank 0 has read the reports of all, it writes the slowest rank's figures, and a batch that no rank has
+reached; at that batch each rank takes the same decision from the same figures. No rank waits for a missing report.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from fulltilt.figures import loader_settings
 from fulltilt.tuning.live.controller import Capacity, most_workers
 from fulltilt.tuning.live.measurement import Knobs, Seen
 
-# How far ahead of all ranks they are to move: each of them looks into the folder between two batches.
+# How far ahead the batch is at which they act: each rank must have read the file by then.
 AHEAD_S = 1.0
 AHEAD_BATCHES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank says after ``batch`` batches of a loader, or what all of them act on then.
+    """What one rank reports after ``batch`` batches of a loader, or what all ranks act on at that batch.
 
-    One is set of: ``left_alone`` and ``failed`` (a trial) say why, ``is_random`` is the outcome of the batch check,
-    ``seen`` what the settings in force or on trial gave. ``cpus`` names those that this rank may use, ``knobs`` are the
-    script's own.
+    One of these is set: ``left_alone`` or ``failed`` (a trial), which say why; ``is_random``, the outcome of the batch
+    check; ``seen``, the rate of the settings in force or on trial. ``cpus`` is the mask of usable CPUs, ``knobs`` are
+    the script's own settings.
     """
 
     loader: str
@@ -47,7 +46,7 @@ class Report:
 
 
 def agree(reports: Sequence[Report]) -> Report:
-    """What the reports of all ranks, rank 0's first, come to."""
+    """The common report of all ranks; ``reports`` begin with rank 0."""
     first = reports[0]
     for rank, report in enumerate(reports):
         if report.left_alone is not None:
@@ -67,7 +66,7 @@ def agree(reports: Sequence[Report]) -> Report:
     return replace(
         first,
         capacity=min(rooms, key=lambda room: most_workers(room, first.knobs.prefetch_factor)[0]),
-        # The rank that waits longest for its data is the one that all others wait for.
+        # All ranks wait for the one that waits longest for data.
         seen=max(seen, key=lambda one: one.wait_share, default=None),
         is_random=any(draws) if draws else None,
         failed=next(failed, None),
@@ -75,7 +74,7 @@ def agree(reports: Sequence[Report]) -> Report:
 
 
 class RankReports:
-    """The reports of all ranks of a process group, in the run folder, or in those of all tasks of the job."""
+    """The reports of all ranks of a process group, in the run folder, or in those of all tasks."""
 
     def __init__(self, folder: Path, group: str, rank: int, world_size: int) -> None:
         self.waiting_for: int | None = None  # the first rank whose report rank 0 lacks
@@ -89,19 +88,19 @@ class RankReports:
     def _file(self, rank: int | None = None) -> str:
         return f"{self._name}.jsonl" if rank is None else f"{self._name}.rank-{rank}.jsonl"
 
-    def say(self, report: Report) -> None:
-        """Report to the others: one report a round, in the order of the rounds. One that leaves alone is the last."""
+    def write(self, report: Report) -> None:
+        """Report to the other ranks, once a round. A report with ``left_alone`` is the last."""
         self._reports.write([report])
 
     def agreed(self, loader: str, number: int, batch: int, batches_per_s: float) -> Report | None:
-        """What all ranks act on in this round, each when it has drawn as many batches; None: it is not yet known.
+        """What all ranks act on in this round, once they have drawn its ``batch``; None: not yet known.
 
-        ``batch`` and ``batches_per_s`` are how far this rank is, and how fast.
+        ``batch`` and ``batches_per_s`` are those of this rank.
         """
         self.waiting_for = None
         if (known := self._line(self._file(), loader, number)) is not None:
             return known
-        if self._agreed is None:  # rank 0 will say it, unless it has left its loader alone meanwhile
+        if self._agreed is None:  # rank 0 will write it, unless it has left its loader alone meanwhile
             last = self._line(self._file(0), loader, number + 1)
             return None if last is None or last.left_alone is None else replace(agree([last]), batch=batch)
         reports: list[Report] = []
@@ -115,9 +114,9 @@ class RankReports:
         return None
 
     def _line(self, name: str, loader: str, number: int) -> Report | None:
-        """A file's line of this round about a loader, or the one that left it alone before; None: it is not there yet.
+        """A file's report on a loader in this round, or an earlier one that left it alone; None: not there yet.
 
-        A file is opened only while its line is missing, and each time anew: NFS then shows what others have written.
+        A file is opened again each time its line is missing, since NFS then shows what others have written.
         """
         path, offset, lines = self._read.get(name) or (self._find(name), 0, [])
         found = _of_round(lines, loader, number)

@@ -1,9 +1,9 @@
-"""Live tuning of a streamed data set (IterableDataset) without workers: one worker, from one pass to the next.
+"""Live tuning of an IterableDataset without workers: tries one worker, from one pass to the next.
 
-One worker brings the same samples in the same order and in the same batches, unless the data set does otherwise in a
-worker, or from pass to pass: two passes of the script's own and the worker's have to begin alike. More workers would
-change the order, and a pass under way cannot go on in another process. The script's process never draws for us: what a
-data set keeps in its class or module would move on.
+One worker gives the same batches in the same order, unless the data set behaves differently in a worker or from pass to
+pass: so two passes of the script and the worker's must begin alike. More workers would change the order, and a pass
+cannot move to another process halfway. The training process never draws extra batches, since that would change state
+that the data set keeps in its class or module.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fulltilt.tuning.live.process import TunedProcess
 CARRIED_OVER = "what its data set holds changes as it is read, and a worker would not carry it into the next pass"
 COMES_OUT_DIFFERENT = "its batches come out different in a worker, or in another order"
 DIFFERS = "its passes begin with different batches, and a worker would not carry that into the next pass"
-# So many batches at the beginning of two passes, and of a worker's, are compared before a worker makes all of them.
+# The first batches that are compared before a worker makes a whole pass.
 COMPARED = 4
-# So many batches tell the rate of a pass.
+# The rate of a pass is taken from at most this many batches.
 MOST_ARRIVALS = 4096
 
 
 class StreamTuner:
-    """Measures a pass of the script's own, one with a worker and one of the script's own again; keeps what pays."""
+    """Measures a pass without a worker, one with a worker and one without again; keeps what pays."""
 
     def __init__(self, process: TunedProcess, tap: LoaderStats) -> None:
         self.tap = tap
@@ -50,12 +50,12 @@ class StreamTuner:
         self._process = process
         self._workers = 0
         self._own: Seen | None = None
-        self._tried: Seen | None = None  # what the pass with a worker gave
-        self._began: list[bytes] | None = None  # with which batches a pass of the script's own began
+        self._tried: Seen | None = None  # the pass with a worker
+        self._began: list[bytes] | None = None  # the first batches of the script's own pass
         self._last: StreamPass | None = None
 
     def begin(self, loader: Any, iterate: Callable[[Any], Any]) -> Any:
-        """The source of a new pass; ``iterate`` is torch's own ``DataLoader.__iter__``."""
+        """The iterator of a new pass; ``iterate`` is torch's own ``DataLoader.__iter__``."""
         last = self._last
         if last is not None and self.record.state in ("watching", "trying") and self.tap.trains:
             self._judge(loader, last, iterate)
@@ -66,7 +66,7 @@ class StreamTuner:
         return self._last
 
     def _judge(self, loader: Any, last: StreamPass, iterate: Callable[[Any], Any]) -> None:
-        """Decide by the last pass how the next one is drawn."""
+        """Decide by the last pass whether the next one has a worker."""
         if (why := reason_against(loader) or last.problem or self._process.reason_of_job(streams=True)) is not None:
             self._settle("left_alone", why, 0)
         elif (seen := last.seen(self._process.limits)) is None:
@@ -101,7 +101,7 @@ class StreamTuner:
         if paid:
             *_, now = at_pace_of(again, own, seen, (own,))
             self.record = replace(self.record, batches_per_s=now.batches_per_s, wait_share=now.wait_share)
-        told = "it cannot be told whether 1 worker pays" if why else f"1 worker {'paid' if paid else 'did not pay'}"
+        told = "it is undecided whether 1 worker pays" if why else f"1 worker {'paid' if paid else 'did not pay'}"
         self._settle("settled", f"{told}; more would change the order", int(bool(paid)))
         if paid:
             self._process.write(self.tap.where, self.record.settings)
@@ -119,13 +119,13 @@ def _with_a_worker(loader: Any) -> Any:
 
 
 def _begins_in_a_worker(loader: Any, iterate: Callable[[Any], Any]) -> list[bytes]:
-    """The first batches that a worker brings. Random generators are put back to where they stood."""
+    """The first batches that a worker makes. Random generators are restored."""
     with kept_generators(loader.generator):
         return [Pickled(batch).digest for batch in islice(iterate(_with_a_worker(loader)), COMPARED)]
 
 
 class StreamPass:
-    """One pass. ``problem``: why no worker can stand in for it."""
+    """One pass. ``problem``: why a worker could not make its batches."""
 
     def __init__(self, source: Any, loader: Any, looks: bool) -> None:
         self.problem: str | None = None
@@ -165,7 +165,7 @@ class StreamPass:
         return batch
 
     def seen(self, limits: LiveLimits) -> Seen | None:
-        """What the pass gave; None where it was left early or is too short. The first steps of all warm up."""
+        """The rate of the pass; None where it was left early or is too short. Skips warm-up steps."""
         skipped = 0 if self._knobs.num_workers else limits.warm_up_batches
         return summarize(self._knobs, self._arrivals[skipped:], limits) if self._has_ended else None
 
@@ -178,7 +178,7 @@ class StreamPass:
             self.problem = CARRIED_OVER
 
     def _state_now(self) -> tuple[bytes, dict[tuple[int, str], int]]:
-        """What a pass may leave behind in the data set, with its random generators, and in files that stay open."""
+        """The state that a pass may change: of the data set, its random generators, and files that stay open."""
         pickled = Pickled(self._dataset, is_batch=False, with_generators=True)
         if pickled.problem is not None:
             self.problem = f"its data set holds what a worker cannot share ({pickled.problem})"

@@ -1,6 +1,6 @@
-"""One pass over a loader, drawn from one pool of workers after another: the source behind the loader's tap.
+"""The iterator of one pass over a loader, which can switch from one pool of workers to another.
 
-At most two pools are at work: one that makes what it still owes, and the next, which goes on behind it.
+At most two pools are at work: one that finishes the batches it has begun, and the next, which continues after them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fulltilt.tuning.live.measurement import Arrival, Knobs
 
 
 class Tuner(Protocol):
-    """Who decides which pool goes on; told of everything that happens in a pass."""
+    """Decides which pool serves; is called at every event of a pass."""
 
     user: Knobs
     drawn: int
@@ -39,17 +39,14 @@ class Tuner(Protocol):
         """A batch, made in the training process."""
 
     def replace_failed(self, source: SwitchingIterator, pool: LoaderPool, error: Exception) -> LoaderPool:
-        """The pool that goes on where this one broke."""
+        """The pool that continues where this one failed."""
 
     def broke(self, error: Exception) -> None:
-        """Tuning itself went wrong."""
+        """Tuning itself raised an error."""
 
 
 class SwitchingIterator:
-    """Hands out the batches of the pools in its line, the first one's to the last, so that none is lost or overtaken.
-
-    All of it runs on the thread that draws.
-    """
+    """Gives the batches of its pools in order, so that none is lost or overtaken. Runs on the thread that draws."""
 
     def __init__(self, tuner: Tuner, loader: Any) -> None:
         self.loader = loader
@@ -58,16 +55,16 @@ class SwitchingIterator:
         self._line: deque[LoaderPool] = deque()
 
     def begin_pass(self, queue: IndexQueue, pool: LoaderPool, at_once: bool) -> None:
-        """Begin a pass with this pool; not ``at_once``: when the first batch is asked for."""
+        """Begin a pass with this pool: ``at_once``, or when the first batch is asked for."""
         self.ended = False
         self.queue = queue
         for other in self._line:
             if other is not pool:
-                other.retire()  # of a pass that was left during a hand-over
+                other.retire()  # left over from a pass that ended during a switch
         self._line = deque([pool])
         self._left_s: float | None = None
         self._ready = 0
-        self._num_yielded = 0  # torch's name: loaders that can be resumed read it
+        self._num_yielded = 0  # torch's name: resumable loaders read it
         if at_once:
             try:
                 pool.serve(queue)
@@ -89,7 +86,7 @@ class SwitchingIterator:
             raise StopIteration
         asked_s = time.perf_counter()
         self._let_tune(self._tuner.at_boundary)
-        # The first batch of a pass is none to tell random draws by: its sampler draws the order.
+        # Not at the first batch of a pass, for which the sampler draws random numbers.
         check = self._tuner.collecting_check if self.is_steady and self._num_yielded else None
         if check is not None:
             self._let_tune(lambda _: check.about_to_fetch())
@@ -108,7 +105,7 @@ class SwitchingIterator:
         return batch
 
     def _let_tune(self, act: Callable[[SwitchingIterator], None]) -> None:
-        """Tuning may go wrong; the job goes on."""
+        """Call the tuner; an error of it must not stop the job."""
         try:
             act(self)
         except Exception as error:
@@ -123,7 +120,7 @@ class SwitchingIterator:
                 self._line.popleft().retire()
                 continue
             try:
-                # No worker before it has more than the batch in its hands: from here on CPUs would idle.
+                # The pool before has at most one batch left for each worker: its CPUs become idle.
                 if not last.is_serving and (pool is last or len(pool.owed) <= pool.knobs.num_workers):
                     last.serve(self.queue)
             except Exception as error:
@@ -141,9 +138,9 @@ class SwitchingIterator:
                     return made
 
     def _recover(self, pool: LoaderPool, error: Exception) -> tuple[Any, Any] | None:
-        """What the script gets where a pool raised: the error, or a batch made otherwise; None: another pool goes on.
+        """After an error of a pool: raise it for the script, make the batch here, or None: another pool continues.
 
-        Without workers of its own, the script gets the error that its data set raises in the training process.
+        A script without workers gets the error that its data set raises in the training process.
         """
         made = None
         is_the_scripts = self.queue.failed or pool.is_scripts_own
@@ -153,13 +150,13 @@ class SwitchingIterator:
                     raise error
                 finally:
                     del error  # else its traceback would hold this frame, and so the pool
-            # Its traceback would hold this iterator, and so its workers, until a garbage collection: there torch waits
+            # Its traceback would keep this iterator and its workers until a garbage collection, in which torch waits
             # five seconds for each of them.
             error.__traceback__ = None
             try:
                 made = self._tuner.make_here(self, pool.last_taken)
             except Exception as own:
-                own.__context__ = None  # the worker's, of which the script knows nothing
+                own.__context__ = None  # the error in our worker
                 raise
         self.queue.give_back([indices for other in self._line for indices in other.owed])
         self.retire()
@@ -168,7 +165,7 @@ class SwitchingIterator:
 
     @property
     def is_steady(self) -> bool:
-        """Whether one pool alone serves, and no hand-over is under way."""
+        """Whether a single pool serves, and no switch is under way."""
         return len(self._line) == 1
 
     @property
@@ -177,7 +174,7 @@ class SwitchingIterator:
         return self._line[-1] if self._line else None
 
     def hand_over(self, pool: LoaderPool) -> None:
-        """Let another pool go on behind the batches under way."""
+        """Let another pool continue after the batches under way."""
         self._line[-1].close()
         self._line.append(pool)
 

@@ -1,8 +1,8 @@
-"""Live tuning of one loader: measures what is in force, asks the controller, tries other pools, keeps or takes back.
+"""Live tuning of one loader: measures the settings in force, asks the controller, tries other pools, keeps or reverts.
 
-A job slows down and speeds up by itself: behind each trial that does not clearly pay the settings in force are measured
-again. A pool that is tried goes on where the one before ran dry. Pools end with their pass, unless the script's own
-workers persist: what a script changes in its data set between two passes is seen as in the plain run.
+A job slows down and speeds up by itself: after each trial that does not clearly pay, the settings in force are measured
+again. A new pool continues where the one before ends. Pools end with their pass, unless the script's own workers
+persist: what a script changes in its data set between passes takes effect as in the plain run.
 """
 
 from __future__ import annotations
@@ -50,29 +50,26 @@ from fulltilt.tuning.live.rank_reports import Report
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
 from fulltilt.tuning.space import LOADER_SETTINGS
 
-# Far from the seeds that torch gives the workers of one pool, one after the other.
+# Far apart, since torch gives the workers of a pool consecutive seeds.
 SEED_STEP = 0x9E3779B97F4A7C15
-RANDOM_DRAWS = "the data set draws random numbers: in other workers they are others of the same distribution"
-LATER_SHUFFLES = ", and so are the shuffles of later epochs, which torch draws from the same generator"
-WATCHED = "not enough was seen yet"
-WAITING = "waiting for what the other ranks see, none of which moves alone"
+RANDOM_DRAWS = "the data set draws random numbers: other workers draw other numbers of the same distribution"
+LATER_SHUFFLES = ", and later epochs are shuffled differently, from the same generator"
+WATCHED = "not enough batches were measured yet"
+WAITING = "waiting for the reports of the other ranks"
 
 
 class Phase(Enum):
     """Where the tuning of a loader stands."""
 
     WATCHING = "measuring the settings in force"
-    CHECKING = "comparing what workers make with what the script has, before the first trial"
+    CHECKING = "comparing batches of workers with the script's, before the first trial"
     TRYING = "measuring a new pool"
-    AGREEING = "this rank has reported; what comes next is for all ranks"
+    AGREEING = "waiting until all ranks have reported"
     DONE = "nothing more is tried"
 
 
 class LoaderTuner:
-    """Tunes one loader. All of it runs on the thread that draws, between two batches.
-
-    ``record`` is what reports read. What was found is written for `fulltilt run --settings`, and taken back.
-    """
+    """Tunes one loader, on the thread that draws, between two batches. ``record`` is for reports."""
 
     def __init__(self, process: TunedProcess, tap: LoaderStats) -> None:
         self.tap = tap
@@ -85,13 +82,13 @@ class LoaderTuner:
         self._look_at_s = 0.0
         self._loader: Callable[[], Any] = lambda: None
         self._source: Callable[[], SwitchingIterator | None] = lambda: None
-        self._persistent: SwitchingIterator | None = None  # keeps the source of a loader whose workers persist
+        self._persistent: SwitchingIterator | None = None  # keeps the iterator of a loader whose workers persist
         self._seed_state = torch.Generator().get_state()
         self._seed = self._made = 0
         self._reset(Knobs(0), persists=False)
 
     def _reset(self, user: Knobs, persists: bool, cost_s: float = 0.0) -> None:
-        """With a loader of which nothing is known but the script's own settings."""
+        """Start over with a loader of which only the script's settings are known."""
         self.user = self.in_force = self._wanted = user
         self._persists = persists
         self.phase = Phase.WATCHING
@@ -99,9 +96,9 @@ class LoaderTuner:
         self._is_checked = self._is_trying = False
         self._agreed: Report | None = None
         self._seen: tuple[Seen, ...] = ()
-        self._tried: Seen | None = None  # what a trial gave, until the settings in force are measured again
+        self._tried: Seen | None = None  # the trial, until the settings in force are measured again
         self._failed: tuple[Knobs, ...] = ()
-        self._undecided: tuple[Knobs, ...] = ()  # tried once, and it could not be told whether they pay
+        self._undecided: tuple[Knobs, ...] = ()  # tried once, undecided whether they pay
         own = self._settings(user)
         self.record = LiveRecord(self.tap.loader_id, "watching", WATCHED, own, own, cost_s=cost_s)
         self._window.begin(user, self._limits.warm_up_batches)
@@ -109,10 +106,10 @@ class LoaderTuner:
     # ------------------------------------------------------------------ passes
 
     def begin(self, loader: Any, iterate: Callable[[Any], Any]) -> Any:
-        """The source of a new pass; ``iterate`` is torch's own ``DataLoader.__iter__``.
+        """The iterator of a new pass; ``iterate`` is torch's own ``DataLoader.__iter__``.
 
-        torch's own iterator serves a loader that is left alone, and a pass that begins while another goes on. Workers
-        that persist have one iterator for all passes, and so they have here.
+        torch's own iterator serves a loader that is left alone, and a pass that begins during another one. Persistent
+        workers have one iterator for all passes, as in torch.
         """
         self._iterate = iterate
         if self._loader() is not loader:
@@ -131,7 +128,7 @@ class LoaderTuner:
         return source
 
     def _adopt(self, loader: Any) -> None:
-        """A loader takes the place of the last; what was learned holds where their settings are the same."""
+        """Take over a new loader; what was learned still holds where its settings are the same."""
         user, persists = knobs_of(loader), bool(loader.persistent_workers)
         same = self._is_known and (user, persists) == (self.user, self._persists)
         if self._persistent is not None:
@@ -150,15 +147,15 @@ class LoaderTuner:
                 self.leave_alone(reason)
 
     def _forget(self, loader: Callable[[], Any]) -> None:
-        """The script has dropped its loader: workers that persist end with it."""
+        """The script has dropped its loader: persistent workers end with it."""
         if self._loader is loader:
             self._persistent = None
 
     def _begin_queue(self, loader: Any, first: bool) -> IndexQueue:
-        """Draw what ``iter(loader)`` draws from random generators, once and in the same order.
+        """Draw the same random numbers as ``iter(loader)``, once and in the same order.
 
-        That is the base seed, unless the script's own workers persist, and what the sampler draws when it is asked to
-        begin. Workers are seeded from a copy of the generator: the first pool of a pass has the seed of the plain run.
+        These are the base seed, unless the script's workers persist, and what the sampler draws when it begins. Workers
+        are seeded from a copy of the generator: the first pool of a pass has the seed of the plain run.
         """
         sampler = sampler_of(loader)
         indices = iter(sampler)
@@ -171,7 +168,7 @@ class LoaderTuner:
         return IndexQueue(indices, sampler)
 
     def _pool_in_force(self, source: SwitchingIterator) -> LoaderPool:
-        """A pool with the settings in force; a trial goes on in the next pass."""
+        """A pool with the settings in force, or with those of a trial that continues in the next pass."""
         if not self._is_trying:
             return self._make(source, self.in_force)
         pool = self._make(source, self._wanted)
@@ -195,7 +192,7 @@ class LoaderTuner:
         return check if check is not None and check.is_collecting else None
 
     def at_boundary(self, source: SwitchingIterator) -> None:
-        """Move on, if something is due."""
+        """Take the next step of tuning, if one is due."""
         check = self._check
         if self.phase is Phase.AGREEING and source.is_steady:
             self._look_for_others(source)
@@ -208,7 +205,7 @@ class LoaderTuner:
         if self._is_checked:
             self._try(source)
         elif check.verdict == BatchCheck.RANDOM and self._process.exact:
-            self.leave_alone("its data set draws random numbers, which in other workers would be others (--exact)")
+            self.leave_alone("its data set draws random numbers, which would differ in other workers (--exact)")
         elif check.verdict not in (BatchCheck.SAME, BatchCheck.RANDOM):
             self.leave_alone(check.verdict)
         else:
@@ -226,7 +223,7 @@ class LoaderTuner:
         if seen is None:
             return
         if self._process.ranks is None and not self._process.is_alone():
-            return  # they have not met yet
+            return  # no process group yet
         with self._costs():
             self._batches_per_s = seen.batches_per_s
             reason = None if self._seen else reason_of_sampler(sampler_of(source.loader), source.queue.indices)
@@ -236,7 +233,7 @@ class LoaderTuner:
                 self._report(source, seen=self._with_pass_start(source, seen))
 
     def _with_pass_start(self, source: SwitchingIterator, seen: Seen) -> Seen:
-        """Workers that end with their pass are started anew for the next: each batch bears its part of that."""
+        """Spread the time to start workers, which end with their pass, over the batches of a pass."""
         workers = seen.knobs.num_workers
         try:
             batches = len(source)
@@ -249,7 +246,7 @@ class LoaderTuner:
         return seen._replace(batches_per_s=rate, wait_share=1 - rate * seen.busy_s)
 
     def _report(self, source: SwitchingIterator, **what: Any) -> None:
-        """Act on this, or, in a job of several ranks, let all of them agree on what each of them reports."""
+        """Act on this report, or, in a job of several ranks, write it for all of them to agree on."""
         tensors = self._check.tensors_per_batch if self._check is not None else 0
         capacity = self._process.capacity(self.tap, tensors)
         report = self._process.report(self.tap, self.drawn, self.user, capacity, **what)
@@ -257,7 +254,7 @@ class LoaderTuner:
             self._act(source, report)
             return
         try:
-            ranks.say(report)
+            ranks.write(report)
         except FulltiltError as error:  # the disk is full
             self.broke(error)
             return
@@ -266,7 +263,7 @@ class LoaderTuner:
         self._note(self.record.state, WAITING, ranks=ranks.world_size)
 
     def _look_for_others(self, source: SwitchingIterator) -> None:
-        """Act on what the ranks agreed on, at the batch that they agreed on."""
+        """Act at the agreed batch on what the ranks agreed on."""
         now_s, ranks = time.perf_counter(), self._process.ranks
         if self._agreed is None and ranks is not None and now_s >= self._look_at_s:
             self._look_at_s = now_s + LOOK_EVERY_S
@@ -280,7 +277,7 @@ class LoaderTuner:
                 self._act(source, agreed)
 
     def _act(self, source: SwitchingIterator, agreed: Report) -> None:
-        """All ranks do the same now, from the same figures."""
+        """Take the next step; all ranks take the same one, from the same figures."""
         if agreed.left_alone is not None:
             self.leave_alone(agreed.left_alone)
             if source.pool is not None and source.pool.knobs != self.user:
@@ -329,7 +326,7 @@ class LoaderTuner:
     # ------------------------------------------------------------------ trials
 
     def _try(self, source: SwitchingIterator) -> None:
-        """Let a pool with the wanted settings go on behind what is under way."""
+        """Switch to a pool with the wanted settings."""
         knobs = self._wanted
         move = LiveMove(self._settings(knobs), self._process.now_s(), batch=self.drawn)
         self._note("trying", f"trying {loader_settings(*knobs)}", moves=(*self.record.moves, move))
@@ -340,11 +337,11 @@ class LoaderTuner:
 
     @property
     def _to_beat(self) -> Seen:
-        """What the settings in force gave when they were last looked at."""
+        """The last measurement of the settings in force."""
         return next((one for one in reversed(self._seen) if one.knobs == self.in_force), best_of(self._seen))
 
     def _measure_again(self, source: SwitchingIterator, seen: Seen) -> None:
-        """Behind a trial: the settings in force once more."""
+        """Measure the settings in force once more, after a trial."""
         self.phase, self._is_trying, self._tried = Phase.WATCHING, False, seen
         self.record = with_outcome(self.record, "trying", seen)
         self._window.begin(self.in_force, self.in_force.num_workers * self.in_force.prefetch_factor, seen.batches_per_s)
@@ -373,7 +370,7 @@ class LoaderTuner:
             self._note("watching", f"{tried} did not pay{'' if why is None else f' for certain: {why}'}")
 
     def _make(self, source: SwitchingIterator, knobs: Knobs, metered: bool = True) -> LoaderPool:
-        """A pool, with patience for batches that take as long as those seen so far."""
+        """A new pool; its patience depends on how long batches have taken so far."""
         self._made += 1
         generator = torch.Generator()
         if self._made == 1:
@@ -392,12 +389,12 @@ class LoaderTuner:
     # ------------------------------------------------------------------ when something is wrong
 
     def replace_failed(self, source: SwitchingIterator, pool: LoaderPool, error: Exception) -> LoaderPool:
-        """The pool that goes on where one of ours broke: with the best settings so far, or with the script's own."""
+        """The pool that replaces a failed one: with the best settings so far, or the script's own."""
         if pool.on_trial and self.phase is Phase.TRYING:
             pool.on_trial = False
             self._trial_failed(source, short(error))
             if is_of_data_set(error) and not self.user.num_workers:
-                self.leave_alone(f"its data set works in the training process only ({short(error)})")
+                self.leave_alone(f"its data set works only in the training process ({short(error)})")
             else:
                 self._report(source, failed=short(error))
         else:
@@ -407,7 +404,7 @@ class LoaderTuner:
         return self._make(source, self.in_force)
 
     def _trial_failed(self, source: SwitchingIterator, why: str) -> None:
-        """Back to the settings in force. Here the pool has been replaced already where it is this rank's that broke."""
+        """Back to the settings in force. On the rank whose pool failed, it is replaced already."""
         self._is_trying = False
         self._failed = (*self._failed, self._wanted)
         self.record = with_outcome(self.record, "failed", None, why)
@@ -417,21 +414,21 @@ class LoaderTuner:
             source.hand_over(self._pool_in_force(source))
 
     def make_here(self, source: SwitchingIterator, indices: Any) -> tuple[Any, Any]:
-        """A batch, made in the training process. Raises what the script's data set raises there."""
+        """Make a batch in the training process. Raises what the data set raises there."""
         pool = self._make(source, self.user._replace(num_workers=0))
         pool.serve(IndexQueue(iter([indices])))
         return pool.draw()
 
     def broke(self, error: Exception) -> None:
-        """Tuning itself went wrong: whatever serves now goes on."""
+        """Tuning itself raised an error: the present pool stays."""
         self.phase = Phase.DONE
-        self._note("settled", f"tuning ended by an error of its own ({short(error)})")
+        self._note("settled", f"an internal error ended tuning ({short(error)})")
         with contextlib.suppress(Exception):
             if (ranks := self._process.ranks) is not None:
-                ranks.say(self._process.report(self.tap, 0, self.user, Capacity(0.0), left_alone=self.record.why))
+                ranks.write(self._process.report(self.tap, 0, self.user, Capacity(0.0), left_alone=self.record.why))
 
     def leave_alone(self, why: str) -> None:
-        """Go back to the script's own settings for good."""
+        """Return to the script's own settings for good."""
         if self._is_trying or self._tried is not None:
             self.record = with_outcome(self.record, "failed", None, why)
         self.phase = Phase.DONE
@@ -446,7 +443,7 @@ class LoaderTuner:
     # ------------------------------------------------------------------ what reports read
 
     def _settings(self, knobs: Knobs) -> Settings:
-        """Settings as files and records have them. Whether workers persist is the script's own choice."""
+        """Settings as files and records have them. Whether workers persist stays the script's choice."""
         return Settings(
             num_workers=knobs.num_workers,
             prefetch_factor=knobs.prefetch_factor if knobs.num_workers else None,
@@ -465,7 +462,7 @@ class LoaderTuner:
 
     @contextlib.contextmanager
     def _costs(self) -> Iterator[None]:
-        """Time of the training thread that goes into tuning."""
+        """Count the time that tuning takes on the training thread."""
         began_s = time.perf_counter()
         try:
             yield

@@ -1,1 +1,1 @@
-"""One trial: started in isolation, measured from inside, and its end read."""
+"""One trial: started in isolation, measured from inside, and judged by its outcome."""

@@ -1,4 +1,4 @@
-"""Keeps what a trial writes and deletes away from the user's files: the kernel does it, by one of three means.
+"""Isolates trials from the user's files by means of the kernel.
 
 | kind      | what the trial sees                                                    | needs                       |
 |-----------|------------------------------------------------------------------------|-----------------------------|
@@ -6,8 +6,8 @@
 | landlock  | all files, but it may write into its scratch folder only               | Linux 5.13                  |
 | none      | the files themselves                                                   | --in-place                  |
 
-This file is also the program that each trial is started with: it isolates itself, then runs the command. As such it
-imports nothing but the standard library.
+This file is also the program that starts each trial: it isolates itself, then runs the command. So it imports nothing
+but the standard library.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from pathlib import Path
 from typing import Any, Literal
 
 Kind = Literal["namespace", "landlock", "none"]
-# For tests: which of the means to use, whatever the system has.
+# For tests: the kind of isolation to use.
 FORCED = "FULLTILT_TRIAL_ISOLATION"
 SENTENCES = {
-    "namespace": "trials change none of your files: each one writes into a scratch folder laid over them (overlayfs)",
+    "namespace": "trials change none of your files: all that they write goes to a scratch folder (overlayfs)",
     "landlock": (
-        "trials may write into their scratch folder only (Landlock); torch.save, safetensors and save_pretrained are "
-        "pointed there, and any other write outside of it fails"
+        "trials can write to their scratch folder only (Landlock): torch.save, safetensors and save_pretrained are "
+        "redirected there, any other write fails"
     ),
-    "none": "trials run in place (--in-place): what the script writes, overwrites or deletes is real",
+    "none": "trials run in place (--in-place): they really write, overwrite and delete your files",
 }
 PROBE_LIMIT_S = 20.0
-# Exits with this mean that the trial could not be isolated, so that no line of the script has run.
+# Exit code of a trial that could not be isolated: no line of the script has run.
 CANNOT_ISOLATE = 117
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 1, 2, 4, 4096, 8192, 16384, 1 << 18
 SYS_MOUNT_SETATTR, SYS_LANDLOCK = 442, 444
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
-# Not laid over: what is no file of anybody's, and what belongs to the system, which a trial may only read.
+# Not covered by an overlay: pseudo file systems, and system folders, which a trial may only read.
 DEVICES = ("/proc", "/sys", "/dev")
 SYSTEM = (*DEVICES, "/run", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/boot", "/snap")
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """How trials are kept apart. ``in_memory``: writes go to a tmpfs; ``with_user``: in a user namespace."""
+    """How trials are isolated. ``in_memory``: writes go to a tmpfs; ``with_user``: in a user namespace."""
 
     kind: Kind
     in_memory: bool = False
@@ -66,14 +66,14 @@ class Isolation:
         return SENTENCES[self.kind]
 
     def scratch(self) -> Path:
-        """A new private folder for what one trial writes; `remove_scratch` takes it away."""
+        """A new private folder for what one trial writes; `remove_scratch` deletes it."""
         base = "/var/tmp" if self.kind == "namespace" and not self.in_memory else tempfile.gettempdir()
         return Path(tempfile.mkdtemp(prefix="fulltilt-trial-", dir=base)).resolve()
 
     def command(
         self, command: Sequence[str], scratch: Path, *writable: Path, temporary: Sequence[Path] = ()
     ) -> list[str]:
-        """The command of an isolated trial; what it writes into the ``writable`` folders is really there.
+        """The command of an isolated trial; it really writes into the ``writable`` folders.
 
         Where the study is killed, the trial deletes its scratch folder and the ``temporary`` ones.
         """
@@ -86,10 +86,10 @@ class Isolation:
         return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), json.dumps(plan), *command]
 
     def _needed(self, places: Sequence[Path]) -> set[str]:
-        """The folders that must be laid over for a job in these places.
+        """The folders that need an overlay for a job in these places.
 
-        In a user namespace only what its user owns can be copied into a layer, folders on the way included: so a folder
-        of theirs in one of somebody else's gets a layer of its own.
+        In a user namespace overlayfs can copy only what the user owns, parent folders included: so a folder of the
+        user's inside of somebody else's gets an overlay of its own.
         """
         found: set[str] = set()
         for place in filter(Path.is_dir, (each.resolve() for each in places)):
@@ -99,7 +99,7 @@ class Isolation:
 
 
 def _named_in(command: Sequence[str]) -> Iterator[Path]:
-    """The folders that a command names: of its script, its data, its output."""
+    """The folders of the files that a command names: script, data, output."""
     for word in command[1:]:
         path = Path(word.rpartition("=")[2])
         if path.is_absolute() or path.suffix == ".py":
@@ -114,7 +114,7 @@ def _is_own(folder: Path) -> bool:
 
 
 def choose(in_place: bool = False) -> tuple[Isolation | None, list[str]]:
-    """The best isolation that this system really has, tried out; None with the reasons where it has none."""
+    """The best isolation that works here, by trying; None and the reasons where none does."""
     forced = os.environ.get(FORCED)
     if in_place or forced == "none":
         return (Isolation("none") if in_place else None), ["switched off"]
@@ -132,7 +132,7 @@ def choose(in_place: bool = False) -> tuple[Isolation | None, list[str]]:
     return None, list(reasons)
 
 
-# What has to work in a trial, and must be refused or leave no trace outside.
+# Run isolated as a probe: it must work (overlayfs) or be refused (Landlock), and leave no trace outside.
 _TRIAL = """
 import os, sys
 if sys.argv[1] == "namespace":
@@ -170,7 +170,7 @@ def _probe(isolation: Isolation) -> str | None:
 
 
 def remove_scratch(scratch: Path) -> None:
-    """Delete a folder that `mkdtemp` made for a trial, with what overlayfs and the trial left in it."""
+    """Delete a scratch folder with all that overlayfs and the trial left in it."""
     for folder, names, _ in os.walk(scratch):
         for name in names:
             if not os.path.islink(f"{folder}/{name}"):
@@ -180,7 +180,7 @@ def remove_scratch(scratch: Path) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below a process, by the kernel's own lists."""
+    """All descendants of a process, from /proc."""
     found, todo = [], [pid]
     while todo:
         above = todo.pop()
@@ -193,7 +193,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_descendants(pid: int) -> None:
-    """Kill everything below a process, also what is started meanwhile."""
+    """Kill all descendants of a process, also those started meanwhile."""
     for _ in range(20):
         below = descendants(pid)
         if not below:
@@ -213,7 +213,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
 def _libc_call(what: str, function: str, *arguments: object) -> int:
-    """Call a function of the C library. Raises OSError that says what was refused."""
+    """Call a function of the C library. Raises OSError that names ``what`` failed."""
     given = [argument.encode() if isinstance(argument, str) else argument for argument in arguments]
     result = getattr(_libc, function)(*given)
     if result < 0:
@@ -228,10 +228,10 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def _main(plan: dict[str, Any], command: list[str]) -> int:
-    """Run the command isolated in a process below this one, and return its exit status: 128 and the signal if killed.
+    """Run the command isolated in a child process; returns its exit status, 128 plus the signal if it was killed.
 
-    All forks happen here, before torch is there: a child of a process with a pool of threads may hang in it. This
-    process itself stays outside of the isolation: a mount could not be removed from within.
+    This process stays outside of the isolation: a mount could not be removed from within. It forks here, without torch:
+    a fork of a process with threads may hang.
     """
     signal.signal(signal.SIGTERM, lambda *_: _kill_and_clean_up(plan))
     _libc_call("prctl", "prctl", PR_SET_CHILD_SUBREAPER, 1)
@@ -251,7 +251,7 @@ def _main(plan: dict[str, Any], command: list[str]) -> int:
 
 
 def _exec_isolated(plan: dict[str, Any], command: list[str]) -> int:
-    """Isolate this process and let it go on as the command. Returns the exit status where that fails."""
+    """Isolate this process and exec the command. Returns the exit status where that fails."""
     try:
         if plan["kind"] == "namespace":
             _enter_namespaces(plan["with_user"])
@@ -260,7 +260,7 @@ def _exec_isolated(plan: dict[str, Any], command: list[str]) -> int:
             _apply_landlock([plan["scratch"], *plan["writable"], "/dev", "/proc"])
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
-        print(f"fulltilt: this trial cannot be kept from your files: {error.strerror}{where}", file=sys.stderr)
+        print(f"fulltilt: this trial cannot be isolated from your files: {error.strerror}{where}", file=sys.stderr)
         return CANNOT_ISOLATE
     try:
         os.execvp(command[0], command)
@@ -270,7 +270,7 @@ def _exec_isolated(plan: dict[str, Any], command: list[str]) -> int:
 
 
 def _kill_and_clean_up(plan: dict[str, Any]) -> None:
-    """The study was killed: so is its trial, and nothing of it stays."""
+    """The study was killed: kill its trial and delete its temporary folders."""
     kill_descendants(os.getpid())
     for folder in plan["temporary"]:
         remove_scratch(Path(folder))
@@ -286,24 +286,24 @@ def _enter_namespaces(with_user: bool) -> None:
 
 
 def _mount_overlays(plan: dict[str, Any]) -> None:
-    """Lay an empty, writable layer over every folder that is not the system's; all else becomes read-only."""
+    """Mount an empty overlay over every folder that is not the system's; all else becomes read-only."""
     scratch, writable, with_user = plan["scratch"], dict(enumerate(plan["writable"])), plan["with_user"]
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     if plan["in_memory"]:
         _mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "mode=700")
     else:
         _mount(scratch, scratch, None, MS_BIND)  # a mount of its own stays writable
-    home = f"/proc/self/fd/{os.open(scratch, os.O_PATH)}"  # the path itself may be laid over
+    home = f"/proc/self/fd/{os.open(scratch, os.O_PATH)}"  # the path itself may be covered
     for number, folder in writable.items():
         os.mkdir(f"{home}/writable-{number}")
         _mount(folder, f"{home}/writable-{number}", None, MS_BIND)
     points = [point for point in _mount_points() if not _is_below(point, (scratch, *DEVICES))]
-    # No layer may lie inside of what it covers; in a user namespace, neither may another mount.
+    # An overlay must not contain its own layers, nor, in a user namespace, another mount.
     apart = [*([] if plan["in_memory"] else [scratch]), *(points if with_user else [])]
     targets = list(_folders_to_cover("/", apart))
     needed = [path for path in plan["needed"] if path != "/" and not _is_below(path, DEVICES)]
     targets += [path for path in needed if with_user or not _is_below(path, targets)]
-    # A mount below a folder that is laid over is put onto its cover, so shallow ones come first.
+    # A mount below a covered folder goes onto its cover, so shallow ones come first.
     covered = sorted({path for path in (*targets, *points) if _is_below(path, targets)} - {scratch}, key=len)
     for point in points:
         _make_read_only(point)
@@ -323,7 +323,7 @@ def _mount_overlays(plan: dict[str, Any]) -> None:
 
 
 def _private_shared_memory(layer: str, with_user: bool) -> None:
-    """A /dev/shm of the same size that ends with the trial; laid over the real one where data lie in that."""
+    """A private /dev/shm of the same size; an overlay over the real one where that has folders with data."""
     found = os.statvfs("/dev/shm")
     os.mkdir(layer)
     _mount("tmpfs", layer, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={found.f_blocks * found.f_frsize}")
@@ -334,7 +334,7 @@ def _private_shared_memory(layer: str, with_user: bool) -> None:
 
 
 def _prepare_cover(target: str, layer: str, with_user: bool) -> None:
-    """Prepare what will stand at ``target``: an overlay over the folder, or the file itself, read-only."""
+    """Prepare the mount for ``target``: an overlay of the folder, or the file itself, read-only."""
     os.mkdir(layer)
     if not os.path.isdir(target):
         os.close(os.open(f"{layer}/merged", os.O_CREAT | os.O_WRONLY))
@@ -343,7 +343,7 @@ def _prepare_cover(target: str, layer: str, with_user: bool) -> None:
     for name in ("upper", "work", "merged"):
         os.mkdir(f"{layer}/{name}")
     found = os.stat(target)
-    with contextlib.suppress(OSError):  # a folder of another user's stays theirs
+    with contextlib.suppress(OSError):  # another user's folder keeps its owner
         os.chmod(f"{layer}/upper", stat.S_IMODE(found.st_mode))
         os.chown(f"{layer}/upper", found.st_uid, found.st_gid)
     escaped = target.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
@@ -352,7 +352,7 @@ def _prepare_cover(target: str, layer: str, with_user: bool) -> None:
 
 
 def _folders_to_cover(folder: str, apart: Sequence[str]) -> Iterator[str]:
-    """The folders below ``folder`` that are laid over as a whole; those with one of ``apart`` in them part by part."""
+    """The folders below ``folder`` to cover as a whole; one that contains any of ``apart`` is covered part by part."""
     with contextlib.suppress(PermissionError), os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if not entry.is_dir(follow_symlinks=False) or entry.path in SYSTEM:
@@ -379,13 +379,13 @@ def _make_read_only(point: str) -> None:
     try:
         _libc_call(f"making {point} read-only", "syscall", number, -100, point, 0, attributes, size)
     except OSError as error:
-        # Hidden below another mount, or where this user cannot go: nor can the trial.
+        # Hidden below another mount, or not accessible: so it is for the trial.
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EINVAL):
             raise
 
 
 def _apply_landlock(writable: Sequence[str]) -> None:
-    """Landlock: from now on this process and all below it may write, make and remove only below ``writable``."""
+    """Landlock: from now on this process and its children may write and delete only below ``writable``."""
     number = ctypes.c_long(SYS_LANDLOCK)
     version = _libc_call("Landlock", "syscall", number, None, ctypes.c_size_t(0), 1)
     # Writing; removing and making files and folders; moving between folders; truncating.

@@ -1,6 +1,6 @@
-"""Inside a trial: its settings are put in force, blocks of steps timed, losses kept; it ends when the rate is known.
+"""Inside a trial: applies its settings, times blocks of steps, keeps losses, and exits when the rate is known.
 
-The process ends at a step boundary without running on: no end-of-training code of the user's, no exit handlers.
+The process exits after a step, without the user's end-of-training code and without exit handlers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from fulltilt.tuning.trial.throughput import (
     ready_batches,
 )
 
-# Losses of so many first steps are compared between trials.
+# The losses of this many first steps are compared between trials.
 MOST_LOSSES = 400
-# The module, the function that saves, and the name of the path, which is its second argument.
+# (module, function that saves, name of its second argument, the path)
 SAVERS = (
     ("torch", "save", "f"),
     ("safetensors.torch", "save_file", "filename"),
@@ -83,8 +83,8 @@ class TrialMeasurement:
         self._answered = False
 
     def install(self) -> None:
-        """Put the settings in force and begin to watch for steps."""
-        # The same in every trial of a script that does not seed, so that losses can be compared.
+        """Apply the settings and begin to count steps."""
+        # For scripts that do not seed: the losses of trials can then be compared.
         random.seed(0)
         self._torch.manual_seed(0)
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -129,7 +129,7 @@ class TrialMeasurement:
     # ------------------------------------------------------------------ steps
 
     def _went_backward(self, loss: Any) -> None:
-        """Where no optimizer of torch's steps, as with fastai's own or updates by hand, each backward is a step."""
+        """Where no torch optimizer steps (fastai's own, updates by hand), each backward counts as a step."""
         if self._optimizer is not None or os.getpid() != self._pid or not self._session.recorder.on_training_thread():
             return
         self._backwards += 1
@@ -162,7 +162,7 @@ class TrialMeasurement:
             self._leave(0)
 
     def _settle(self, wait: bool = False) -> None:
-        """Turn the blocks whose end the GPU has reached into figures."""
+        """Turn the blocks that the GPU has finished into figures."""
         while self._pending:
             began, ended = self._pending[0]
             if ended.event is not None and not ended.event.query():
@@ -173,7 +173,7 @@ class TrialMeasurement:
             self._blocks.append(block_between(began, ended))
 
     def _begin_pass(self, loader: Any, tap: LoaderStats, iterate: Callable[[Any], Any]) -> Any:
-        """Stands where live tuning would: a pass begins with torch's own iterator, which can be asked for its queue."""
+        """The hook of live tuning: keeps torch's own iterator of each pass, to ask for the length of its queue."""
         source = self._session.loaders.start_workers(functools.partial(iterate, loader), tap)
         with contextlib.suppress(TypeError):
             self._sources[tap.loader_id] = weakref.ref(source)
@@ -204,7 +204,7 @@ class TrialMeasurement:
     # ------------------------------------------------------------------ the end
 
     def _leave(self, status: int) -> None:
-        """Be gone at once, with the loader's workers: torch waits five seconds for those that still work."""
+        """Exit at once and kill the loader's workers: torch would wait five seconds for busy ones."""
         self._session.finish()
         for process in multiprocessing.active_children():
             process.kill()
@@ -213,7 +213,7 @@ class TrialMeasurement:
         os._exit(status)
 
     def _script_failed(self, show: Callable[..., None], *failure: Any) -> None:
-        """An exception that nobody caught: shown as ever, then the end."""
+        """Show an uncaught exception as usual, then exit."""
         show(*failure)
         if os.getpid() == self._pid:
             self._script_ended()
@@ -250,7 +250,7 @@ def _workers(tap: LoaderStats) -> int:
 
 
 class Saves:
-    """Counts the checkpoints that a job saves, which take a moment, and points them into ``scratch`` where given."""
+    """Counts the checkpoints that a job saves, and redirects them into ``scratch`` where that is given."""
 
     def __init__(self, scratch: str | None) -> None:
         self.count = 0
@@ -258,7 +258,7 @@ class Saves:
         self._installed: set[str] = set()
 
     def install(self) -> None:
-        """Stand around the functions that save, in the modules that are imported by now."""
+        """Patch the functions that save, in the modules imported so far."""
         for module, name, keyword in SAVERS:
             if module in sys.modules and f"{module}.{name}" not in self._installed:
                 self._installed.add(f"{module}.{name}")
@@ -298,14 +298,14 @@ class Saves:
         return load
 
 
-# --------------------------------------------------------------------------- settings put in force
-# Loader settings go into the arguments of the training loader. Precision and compilation, which a script writes into
-# its loop, are put around it from outside: well enough to measure them, not meant for a real run. Accumulation is not:
-# its parts are measured with an optimizer step each, which costs a little more and needs the same memory.
+# --------------------------------------------------------------------------- settings
+# Loader settings go into the arguments of the training loader. Precision and compilation are applied from outside of
+# the script's loop: enough to measure them, not meant for a real run. Accumulation is not applied: each part is
+# measured with an optimizer step, which costs a little more and needs the same memory.
 
 
 class AppliedSettings(LoaderOverride):
-    """Puts a trial's settings in force as the script constructs what they concern."""
+    """Applies a trial's settings while the script makes its loader and model."""
 
     def __init__(self, settings: Settings, loader: LoaderRecord | None) -> None:
         super().__init__(settings)
@@ -313,7 +313,7 @@ class AppliedSettings(LoaderOverride):
         self.remarks: list[str] = []
 
     def install(self, torch: Any, loaders: LoaderRegistry) -> None:
-        """Stand in the way of what the settings concern, and of nothing else."""
+        """Patch what the settings concern, and nothing else."""
         loaders.override = self
         override_fastai(Patches(), self._settings)
         if self._settings.precision is not None:
@@ -322,26 +322,26 @@ class AppliedSettings(LoaderOverride):
             _compile_first_trained(torch)
 
     def is_for(self, loader: Any, given: dict[str, Any]) -> bool:
-        """Whether it is the loader that is studied; before it is known, whether it looks like one that trains."""
+        """Whether this is the studied loader; until that is known, whether it looks like a training loader."""
         wanted = self._loader
         if wanted is None or wanted.where is None:
             return looks_like_training(given)
         sites = call_sites(loader)
         if sites.where != wanted.where or length_of(given.get("dataset")) != wanted.dataset_len:
             return False
-        # A library makes all its loaders at the same line of the user's.
+        # A library makes all of its loaders at the same line of the user's script.
         return sites.made_by is None or looks_like_training(given)
 
     def changed(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The loader's arguments with the settings in force, the batch size among them."""
+        """The loader's arguments with the settings and the batch size applied."""
         changed = super().changed(given)
         batch_size = self._settings.batch_size
         if batch_size is None:
             return changed
         if given.get("batch_sampler") is not None:
-            # A library makes its loader around the sampler of one that was changed already, or it is the user's own.
+            # The user's own sampler, or that of a changed loader around which a library makes its own.
             if getattr(given["batch_sampler"], "batch_size", None) != batch_size:
-                self.remarks.append("the loader draws through a batch_sampler, whose batch size is its own")
+                self.remarks.append("the loader has a batch_sampler, which has its own batch size")
         elif given.get("batch_size", 1) is None:
             self.remarks.append("the data set makes its batches itself (batch_size=None)")
         else:
@@ -354,13 +354,13 @@ def _compute_in(torch: Any, precision: str) -> None:
         torch.set_float32_matmul_precision("high")
         return
     torch.autocast("cuda" if torch.cuda.is_available() else "cpu", dtype=torch.bfloat16).__enter__()
-    # Autocast keeps its copies of the weights until it ends; here it never ends, and each step changes them.
+    # Autocast caches casts of the weights until it exits; it never exits here, and each step changes the weights.
     optimizers: Any = inspect.getmodule(torch.optim.Optimizer)
     optimizers.register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())
 
 
 def _compile_first_trained(torch: Any) -> None:
-    """Compile the first module that is called with parameters to train: the model, before its parts."""
+    """Compile the first module called that has parameters to train: the model, before its submodules."""
 
     def first_call(module: Any, _inputs: Any) -> None:
         if module.training and any(parameter.requires_grad for parameter in module.parameters()):

@@ -1,4 +1,4 @@
-"""What a trial's end means: its state, its figures, its words. Pure functions over records and the last output."""
+"""The outcome of a trial: its state, figures and note. Pure functions over records and the end of its output."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _OUT_OF_MEMORY = re.compile(
     r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|insufficient shared memory|killed by signal: Killed"
     r"|unable to write to file </torch_"
 )
-# The last line of a traceback: the exception and its message.
+# The last line of a traceback.
 _EXCEPTION = re.compile(r"^((?:[A-Za-z_][\w.]*\.)?[A-Z_]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
-# What argparse says of flags that a script does not take.
+# argparse on unknown flags.
 _USAGE = re.compile(r"^(\S+: error: .*)$", re.MULTILINE)
-# A write that Landlock or a read-only mount refused, and its path.
+# A write that Landlock or a read-only mount refused, with its path.
 _REFUSED = re.compile(r"\[Errno (?:13|30)\] [^']*'([^']+)'")
 
 
@@ -37,7 +37,7 @@ def trial_record(
     start: Trial | None,
     studied: LoaderRecord | None = None,
 ) -> Trial:
-    """The record of a trial. ``run`` is its run folder as read, ``start`` the trial of the settings as they are.
+    """The record of a trial. ``run`` is its run folder, ``start`` the trial of the unchanged script.
 
     ``studied`` is the loader whose settings are tried.
     """
@@ -74,7 +74,7 @@ def trial_record(
 
 
 def in_force(evidence: Evidence | None, asked: Settings, studied: LoaderRecord | None = None) -> Settings:
-    """What the job ran with, as seen; what cannot be seen is as asked for."""
+    """The settings that were seen in force; those that cannot be seen are as asked for."""
     if evidence is None or not evidence.run.ranks:
         return asked
     loader, precision = _loader_of(evidence, studied), evidence.rank.precision
@@ -91,16 +91,16 @@ def in_force(evidence: Evidence | None, asked: Settings, studied: LoaderRecord |
 
 
 def _not_in_force(evidence: Evidence | None, workers: int | None, studied: LoaderRecord | None) -> str | None:
-    """Why a trial of workers says nothing: a library has made its loader without them all the same."""
+    """Why a trial of workers says nothing: a library made its loader without them."""
     loader = _loader_of(evidence, studied) if evidence is not None else None
     if not workers or loader is None or loader.num_workers:
         return None
     call = loader_call(loader.made_by or "", {"num_workers": workers})
-    return f"{loader.made_by} did not take the workers from outside; try them yourself: {call}" if call else None
+    return f"{loader.made_by} does not take workers from outside; write them yourself: {call}" if call else None
 
 
 def _loader_of(evidence: Evidence, studied: LoaderRecord | None) -> LoaderRecord | None:
-    """The loader that is studied: once it is faster, training may wait for another one more."""
+    """The studied loader: once it is faster, training may wait longer for another one."""
     if studied is None:
         return evidence.loader
     key = studied.where, studied.dataset_len
@@ -115,12 +115,12 @@ def _state(
     if ended.stopped_for == "time":
         return "timed_out", f"stopped after {ended.wall_s:.0f} s{_not_reached(run)}"
     if ended.stopped_for == "memory":
-        return "oom", "used more memory than there is for a trial"
+        return "oom", "used more memory than a trial may use"
     failed = ended.status != 0 and not answer.complete
     if (failed and _ran_out_of_memory(ended.tail)) or answer.out_of_memory:
         return "oom", last_exception(ended.tail)
     if failed and ended.status == -signal.SIGKILL:
-        return "oom", "killed by the system, which does so when memory runs out"
+        return "oom", "killed by the system, as when memory runs out"
     if failed:
         refused = _refused_write(ended)
         return "crashed", refused or last_exception(ended.tail) or _how_it_ended(ended.status, ended.tail)
@@ -129,26 +129,26 @@ def _state(
     not_finite = None
     if answer.not_finite_at is not None:
         not_finite = f"the loss of step {answer.not_finite_at + 1} is not a finite number"
-        # A faster loader comes further in a trial. With the same training, the start would have met it there too.
+        # A faster loader gets further in a trial; with the same training, the start would have diverged there, too.
         is_further = start is not None and answer.not_finite_at >= len(start.losses)
         if not (is_further and is_loader_only(attempt.settings)):
             return "diverged", not_finite
     if start is not None and (worse := worse_by(start.losses, answer.losses)) is not None:
         return "diverged", worse
-    # The GPU's figures are not its own while it is slowed down.
+    # A throttled GPU does not show its normal speed.
     if evidence is not None and (throttled := evidence.invalid_because) is not None:
         return "throttled", throttled
     return "ok", "; ".join((*([not_finite] if not_finite else ()), *answer.remarks)) or None
 
 
 def _refused_write(ended: Ended) -> str | None:
-    """What the trial wanted to write outside of its scratch folder, where that ended it."""
+    """The refused write outside of the scratch folder that ended the trial, if one did."""
     found = _REFUSED.search(last_exception(ended.tail) or "") if ended.isolated else None
-    return None if found is None else f"a trial may not write {found[1]} here; --in-place lets it ({found[0]})"
+    return None if found is None else f"a trial may not write {found[1]}; --in-place allows it ({found[0]})"
 
 
 def _not_reached(run: Run | None) -> str:
-    """What of its training a script that was stopped had not come to."""
+    """What a script that was stopped had not reached yet."""
     spans = [span for spans in run.spans for span in spans] if run is not None else []
     if not any(span.steps for span in spans):
         return ": the script had not reached a training loop (no step of an optimizer was seen)"
@@ -156,7 +156,7 @@ def _not_reached(run: Run | None) -> str:
 
 
 def _is_a_loader(loader: LoaderRecord) -> bool:
-    """Whether a DataLoader brought the batches, and no iterable of the script's or of a library's."""
+    """Whether a DataLoader gave the batches, not an iterable of the script or of a library."""
     return loader.made_by != "script" and beside_training(loader, 1) is None
 
 
@@ -165,17 +165,17 @@ def _nothing_measured(steps: int, run: Run | None) -> str:
         return "the script ended without a step of an optimizer"
     ranks = run.ranks if run is not None else ()
     if ranks and not any(loader.batches and _is_a_loader(loader) for rank in ranks for loader in rank.loaders):
-        return f"the script trained {steps} steps without a batch of a DataLoader: there is no loader to tune"
+        return f"the script trained {steps} steps without a batch from a DataLoader: there is no loader to tune"
     return f"the script ended after {steps} steps: too few to measure; let it train longer"
 
 
 def _ran_out_of_memory(tail: str) -> bool:
-    """Whether an exception says so, or anything where there is none: other output may well speak of memory."""
+    """Whether an exception says so, or, without one, any output: a log may mention memory."""
     return any(_OUT_OF_MEMORY.search(text) for text in _EXCEPTION.findall(tail) or [tail])
 
 
 def last_exception(tail: str) -> str | None:
-    """The last exception that a program's output names, on one line and not too long; not that of its launcher."""
+    """The last exception in a program's output, on one line, shortened; not that of its launcher."""
     found = [line for line in _EXCEPTION.findall(tail) if "ChildFailedError" not in line] or _USAGE.findall(tail)
     return None if not found else found[-1].strip()[:200]
 
@@ -183,7 +183,7 @@ def last_exception(tail: str) -> str | None:
 def _how_it_ended(status: int, tail: str) -> str:
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
-    # Below an error of ours stands, indented, what to do about it.
+    # Errors of Fulltilt have an indented remedy below them.
     lines = [line for line in tail.split("\n") if line.strip()]
     last = next((line.strip() for line in reversed(lines) if not line[0].isspace()), lines[-1].strip() if lines else "")
     return f"ended with exit code {status}" + (f": {last[:160]}" if last else "")

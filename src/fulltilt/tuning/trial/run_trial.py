@@ -1,4 +1,4 @@
-"""One trial from outside: started in isolation, sampled, held to its limits, and ended with all its processes."""
+"""Runs one trial: starts it in isolation, samples it, keeps it within its limits, and ends all its processes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from fulltilt.tuning.trial.throughput import ANSWER_FILE, ASSIGNMENT, ASSIGNMENT
 OUTPUT_FILE = "output.txt"
 LOOK_EVERY_S = 0.05
 SAMPLE_EVERY_S = 0.5
-# Having answered, a trial has this long to end by itself; other ranks may wait for the one that answered.
-LAST_WORDS_S = 5.0
+# After its answer, a trial has this long to end by itself; other ranks may still wait for that one.
+EXIT_GRACE_S = 5.0
 TAIL_BYTES = 8192
-# In a command: a folder that is deleted with the trial.
+# Placeholder in a command: a folder that is deleted with the trial.
 SCRATCH = "{scratch}"
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a trial's process ended: its exit status, minus its signal. ``tail`` is the end of its output."""
+    """How a trial's process ended. ``status`` is its exit code, or minus its signal; ``tail`` the end of its output."""
 
     status: int
     stopped_for: Literal["time", "memory", None]
@@ -53,10 +53,9 @@ def run_trial(
     caches: Path,
     tick: Callable[[float], None] = lambda _: None,
 ) -> Ended:
-    """Run one trial in its folder, which is then a run folder like any other. Ctrl-C ends the trial and is raised.
+    """Run one trial in its folder, which becomes a run folder like any other. Ctrl-C ends the trial and is raised.
 
-    The memory limit is for its whole process tree. ``caches`` is a folder for what torch compiles, which all trials of
-    a study share.
+    The memory limit is for its whole process tree. All trials of a study share ``caches``, for what torch compiles.
     """
     folder = store.create_folder(Path(assignment.folder))
     store.write_json(folder / store.RUN_FILE, record)
@@ -84,7 +83,7 @@ def run_trial(
                     if answered_at is None and _has_answered(folder):
                         answered_at = wall_s
                     if answered_at is not None:
-                        if wall_s - answered_at > LAST_WORDS_S:
+                        if wall_s - answered_at > EXIT_GRACE_S:
                             _kill(process)
                     elif memory_limit_bytes is not None and held_bytes > memory_limit_bytes:
                         stopped_for = "memory"
@@ -113,7 +112,7 @@ def _start(
         **attach.environment(folder, t0_ns, None, 0),
         attach.ALSO: "fulltilt.tuning.trial.measure",
         ASSIGNMENT: str((folder / ASSIGNMENT_FILE).resolve()),
-        # A trial is no run of the user's: it must not appear in their account.
+        # A trial must not appear in the user's account.
         "WANDB_MODE": "disabled",
         "PYTHONUNBUFFERED": "1",
     }
@@ -121,7 +120,7 @@ def _start(
         assignment = replace(assignment, scratch=str(scratch))
         (scratch / "tmp").mkdir()
         variables["TMPDIR"] = str(scratch / "tmp")
-    if isolation.kind != "none":  # what one trial compiles, the next need not compile again
+    if isolation.kind != "none":  # compiled once for all trials
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             variables[name] = str(caches / name.lower())
     store.write_json(folder / ASSIGNMENT_FILE, assignment)
@@ -129,7 +128,7 @@ def _start(
     owned = store.OwnedFolder.around(folder / OUTPUT_FILE)
     assert owned is not None
     with os.fdopen(owned.create(folder / OUTPUT_FILE, 0o600), "ab") as output:
-        # A session of its own: Ctrl-C reaches the study alone, which then ends its trial.
+        # A session of its own: Ctrl-C reaches only the study, which then ends the trial.
         return subprocess.Popen(
             isolation.command(command, scratch, folder, caches, temporary=[caches]),
             env=variables,
@@ -141,7 +140,7 @@ def _start(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a trial and everything it started, also what has left its session."""
+    """Kill a trial and everything it started, also in other sessions."""
     if process.poll() is None:
         kill_descendants(process.pid)
         with contextlib.suppress(OSError):
@@ -150,7 +149,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _has_answered(folder: Path) -> bool:
-    """Whether a trial has measured what it was to measure. One whose script ended before may still be ending it."""
+    """Whether a trial has finished measuring; where its script ended before that, its own exit counts."""
     path = folder / ANSWER_FILE
     return path.exists() and store.read_record(path, Answer).complete
 
@@ -162,7 +161,7 @@ def _tail(path: Path) -> str:
 
 
 def recipe_flags(settings: Settings) -> list[str]:
-    """Settings as the flags that all recipes share. A later flag wins over the user's own."""
+    """Settings as flags that all recipes take; given after the user's own, they win."""
     values = {
         "--workers": settings.num_workers,
         "--batch-size": settings.batch_size,

@@ -1,7 +1,7 @@
-"""What a trial is told and what it answers: steps cut into blocks, and the rate over them with its interval.
+"""The assignment and the answer of a trial; blocks of steps, and the rate over them with its interval.
 
-Steps follow each other too closely to count as independent: a loader with w workers gives its batches in bursts of w.
-So a block ends where a whole number of bursts has passed.
+Single steps are not independent measurements: a loader with w workers delivers batches in bursts of w. So a block ends
+after a whole number of bursts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from fulltilt.records import LoaderRecord, Settings
 
-# Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom; beyond them the normal distribution's will do.
+# Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom; beyond them that of the normal distribution.
 _T_95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -28,10 +28,9 @@ ANSWER_FILE = "answer.json"
 
 @dataclass(frozen=True, slots=True)
 class StepBlock:
-    """Some steps in a row: how many samples they trained, how long they took, how long of it they waited for data.
+    """Consecutive steps: their samples, their time, and how long of it they waited for data.
 
-    ``from_queue``: how many of the samples lay ready before the first of these steps; negative where more lay ready
-    afterwards.
+    ``from_queue``: by how many samples the loader's queue shrank during these steps; negative where it grew.
     """
 
     samples: int
@@ -45,8 +44,8 @@ class StepBlock:
 class Patience:
     """When a trial has measured enough.
 
-    ``least_blocks``: fewer agree by chance. ``wanted_error`` is half an interval. ``most_s`` ends a trial whose rate
-    will not settle; its wide interval then tells so. ``to_beat`` is a rate that a trial must reach to matter.
+    ``wanted_error`` is half of the interval, as a share of the rate. ``least_blocks``: fewer may agree by chance.
+    ``most_s`` ends a trial whose rate does not settle. ``to_beat`` is the rate that a trial must reach to matter.
     """
 
     wanted_error: float = 0.025
@@ -59,10 +58,10 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The settings to put in force, on which loader, and when to stop; ``folder`` takes the records.
+    """What a trial is to do: the settings to apply to which loader, and when to stop. ``folder`` takes its records.
 
-    ``loader`` is the one that feeds the training, as the first trial saw it: known by its line and its data's length.
-    ``scratch`` is where saves are pointed to where nothing else may be written.
+    ``loader`` is the training loader that the first trial saw, known by its line and the length of its data set.
+    ``scratch``: where to redirect saves, if nothing else can be written.
     """
 
     settings: Settings
@@ -74,9 +73,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a trial measured. ``complete``: it stopped because it knew enough, not because the script ended.
+    """What a trial measured. ``complete``: it stopped since the rate was known, not because the script ended.
 
-    ``losses`` go up to the first that is not finite, which is that of step ``not_finite_at``.
+    ``losses`` end before the first that is not finite, that of step ``not_finite_at``.
     """
 
     blocks: tuple[StepBlock, ...] = ()
@@ -101,10 +100,10 @@ class Rate:
 
 
 def _lasting(blocks: Sequence[StepBlock]) -> list[float]:
-    """The samples of each block at the pace that the loader can keep: those that it made during the block.
+    """The samples that the loader made during each block.
 
-    While the queue is used up, training takes more than that. A queue that grows or stays full says that it is training
-    that sets the pace. One step's samples more or less in the queue are chance.
+    While its queue drains, training consumes more than that. Where the queue grows or stays full, training is the
+    limit and its samples count. One step's samples more or less in the queue are chance.
     """
     used_up = sum(block.from_queue for block in blocks)
     one_step = sum(block.samples for block in blocks) / max(sum(block.steps for block in blocks), 1)
@@ -112,7 +111,7 @@ def _lasting(blocks: Sequence[StepBlock]) -> list[float]:
 
 
 def wait_share_of(blocks: Sequence[StepBlock]) -> float | None:
-    """The share of its time that training waits for data at the pace that lasts; None without any measured time."""
+    """The share of time that training waits for data at the loader's lasting rate; None without measured time."""
     seconds, samples = sum(block.seconds for block in blocks), sum(block.samples for block in blocks)
     if seconds <= 0:
         return None
@@ -121,9 +120,9 @@ def wait_share_of(blocks: Sequence[StepBlock]) -> float | None:
 
 
 def rate_of(blocks: Sequence[StepBlock]) -> Rate | None:
-    """Samples over seconds at the pace that lasts, with the interval of that ratio; None without any measured time.
+    """The lasting rate with its interval; None without measured time.
 
-    A single block says nothing about how sure it is: its interval is unbounded above and begins at zero.
+    The interval of a single block is unbounded: from zero to infinity.
     """
     seconds, count = sum(block.seconds for block in blocks), len(blocks)
     if seconds <= 0:
@@ -139,7 +138,7 @@ def rate_of(blocks: Sequence[StepBlock]) -> Rate | None:
 
 
 def is_enough(blocks: Sequence[StepBlock], patience: Patience) -> bool:
-    """Whether the rate is known well enough, or will not be within this trial's patience."""
+    """Whether the rate is known well enough, or the trial has lasted long enough."""
     seconds = sum(block.seconds for block in blocks)
     if seconds >= patience.most_s:
         return True
@@ -153,20 +152,20 @@ def is_enough(blocks: Sequence[StepBlock], patience: Patience) -> bool:
 # --------------------------------------------------------------------------- from steps to blocks
 
 WARM_UP_STEPS = 3
-# A step that waited at least this long, and this share of its time, found the loader's queue empty.
+# A step that waited at least this long, and this share of its time, found the queue empty.
 WAITED_S = 0.002
 WAITED_SHARE = 0.05
-# After so many interruptions without a whole block between them, they are part of the pace of this job.
+# After this many interruptions without a whole block between them, they count as part of training.
 MOST_FRUITLESS = 4
-# A queue is used up within so many times its length, unless the loader is nearly as fast as the training.
+# A full queue drains within this many times its length, unless the loader is nearly as fast as training.
 USED_UP_WITHIN = 2
 
 
 @dataclass(slots=True)
 class StepSnapshot:
-    """Where the job stood at the end of a step; ``event`` says when the GPU got there.
+    """The counters at the end of a step. ``event``: a CUDA event, for when the GPU got there.
 
-    ``queue_batches`` is what the loader's queue can hold, ``ready`` how many batches lay in it.
+    ``queue_batches`` is the capacity of the loader's queue, ``ready`` how many batches it held.
     """
 
     host_s: float
@@ -182,7 +181,7 @@ class StepSnapshot:
 
 
 def block_between(began: StepSnapshot, ended: StepSnapshot) -> StepBlock:
-    """What was trained between two moments; by the GPU's clock where both have an event, which it must have reached."""
+    """The block between two snapshots; by the GPU's clock where both have an event, which must have completed."""
     if began.event is not None and ended.event is not None:
         seconds = float(began.event.elapsed_time(ended.event)) * 1e-3
     else:
@@ -198,7 +197,7 @@ def block_between(began: StepSnapshot, ended: StepSnapshot) -> StepBlock:
 
 
 class BlockTimer:
-    """Cuts a job's steps into blocks. ``marked`` is called with the moments at which one begins or ends."""
+    """Cuts steps into blocks. ``marked`` is called with the snapshots at which a block begins or ends."""
 
     def __init__(self, block_s: float, marked: Callable[[StepSnapshot], StepSnapshot] = lambda moment: moment) -> None:
         self._block_s = block_s
@@ -210,12 +209,12 @@ class BlockTimer:
         self._fruitless = 0
 
     def stepped(self, now: StepSnapshot) -> tuple[StepSnapshot, StepSnapshot] | None:
-        """Where the block that ends with this step began and ended; None when none ends here."""
+        """The snapshots at the beginning and the end of a block that ends with this step; None when none does."""
         last, self._last = self._last, now
         if last is None:
             return None
         if now.interruptions != last.interruptions and self._fruitless < MOST_FRUITLESS:
-            # Validation or a save came between, in which the workers went on: not the pace of training.
+            # During a validation or a save the workers filled the queue: wait until that is used up.
             self._fruitless += 1
             self._cold_since, self._began, self._has_waited = now, None, False
             return None
@@ -235,25 +234,25 @@ class BlockTimer:
         return began, self._began
 
     def _is_warm(self, now: StepSnapshot) -> bool:
-        """Whether what follows is the pace that the job will keep.
+        """Whether the following steps have a lasting rate.
 
-        The first steps are slow, and the batches that the workers had queued meanwhile are consumed faster than the
-        loader gives: until a step has waited for data. A loader that is ahead of the training will not let it wait.
-        Where neither is seen for long, the queue is used up so slowly that its share can be counted.
+        The first steps are slow; then the batches that workers queued meanwhile are consumed faster than the loader
+        makes them, until a step waits for data. With a loader that is ahead of training, none will. Where neither is
+        seen for long, the queue drains so slowly that ``from_queue`` accounts for it.
         """
         cold = self._cold_since
         batches = now.batches - (0 if cold is None else cold.batches)
-        # Once each worker has been given something to do, one that has nothing to do is ahead of the training.
+        # Once each worker has had work, an idle worker means that the loader is ahead of training.
         is_ahead = batches > now.workers and now.ready > now.queue_batches - now.workers
         most_batches = USED_UP_WITHIN * now.queue_batches if cold is None else now.workers
         return now.steps >= WARM_UP_STEPS and (self._has_waited or is_ahead or batches > most_batches)
 
 
 def ready_batches(iterator: Any) -> int:
-    """Batches that workers have made and nobody has taken yet; 0 without workers, and where nobody can tell.
+    """Batches that workers have made and nobody has taken yet; 0 without workers, and where that is unknown.
 
-    Uses of torch's iterator, the same from torch 2.8 to 2.15: ``_task_info`` (with the data of what came before its
-    turn), ``_worker_result_queue``, and ``_data_queue``, which is another one where a thread pins.
+    Private in torch's iterator, the same from torch 2.8 to 2.15: ``_task_info`` (holds batches that arrived out of
+    order), ``_worker_result_queue``, and ``_data_queue``, another queue where a thread pins.
     """
     try:
         before_their_turn = sum(len(task) > 1 for task in list(iterator._task_info.values()))
@@ -265,18 +264,18 @@ def ready_batches(iterator: Any) -> int:
 
 # --------------------------------------------------------------------------- losses of two trials compared
 
-# Fewer common steps than this say nothing.
+# Fewer common steps say nothing.
 LEAST_STEPS = 10
-# Worse by less than this share is no breakage: another order of the same sums differs by less, a broken one by more.
+# A loss higher by less than this share is no divergence: summing in another order changes less, diverging more.
 TOLERATED = 0.05
-# And worse by less than so many standard errors is chance.
+# And one higher by less than this many standard errors is chance.
 SURE_ERRORS = 4.0
 
 
 def worse_by(start: Sequence[float], other: Sequence[float]) -> str | None:
-    """In words, how much worse ``other`` trains than ``start``; None where it is not clearly beyond the noise.
+    """In words, how much higher the losses of ``other`` are than those of ``start``; None within the noise.
 
-    The later half of the steps that both made is compared.
+    Compares the later half of the steps that both made.
     """
     common = min(len(start), len(other))
     if common < LEAST_STEPS:
