@@ -4,16 +4,13 @@
     python bench/augment.py --smoke                  tiny batches on the CPU: does the benchmark itself work?
 
 "each sample its own" is what training needs. torchvision v2 draws once for a whole batch tensor, so that it has to be
-called sample by sample for it; called once for the batch it does less, and its time is only the cost of its kernels.
+called sample by sample for it; called once for the batch it does less, so that time is only the cost of its kernels.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.metadata
 import json
-import platform
 import statistics
 import sys
 import time
@@ -23,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+from children import drain, process_start_s, versions
 
 from fulltilt.feed import augment
 
@@ -105,11 +102,11 @@ def milliseconds(call: Callable[[], Any], device: torch.device, least_s: float) 
     """The median time of a batch over blocks of calls, drained at both ends; a slow call is a block of its own."""
 
     def seconds(calls: int) -> float:
-        _drain(device)
+        drain(device)
         began = time.perf_counter()
         for _ in range(calls):
             call()
-        _drain(device)
+        drain(device)
         return (time.perf_counter() - began) / calls
 
     seconds(2)  # compiles, and allocates
@@ -121,11 +118,6 @@ def milliseconds(call: Callable[[], Any], device: torch.device, least_s: float) 
     return statistics.median(blocks)
 
 
-def _drain(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def main() -> int:
     """Print the table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -133,10 +125,10 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny batches on the CPU")
     parser.add_argument("--budget-s", type=float, default=70.0, help="rows that begin later are left out")
     arguments = parser.parse_args()
-    began = time.monotonic() - (time.time() - psutil.Process().create_time())  # importing torch takes its time too
+    began = process_start_s()
     device = torch.device("cuda" if torch.cuda.is_available() and not arguments.smoke else "cpu")
     least_s = 0.0 if arguments.smoke else 0.25
-    result: dict[str, Any] = {"versions": _versions(), "command": sys.argv, "rows": []}
+    result: dict[str, Any] = {"versions": versions(("torch", "torchvision", "kornia")), "command": sys.argv, "rows": []}
     rows = [("whole", 64, 384), ("whole", 256, 224)]
     rows += [(chain, 64, 384) for chain in ("resized crop", "jitter", "affine", "flip")]
     for chain, batch_size, size in [(c, 4, 32) for c, _, _ in rows[1:]] if arguments.smoke else rows:
@@ -179,15 +171,6 @@ def _head() -> str:
 def _line(row: dict[str, Any]) -> str:
     cells = (f"{row[name]:>16.2f}" if row[name] is not None else f"{'–':>16}" for name in NAMES)
     return f"{row['chain']:<14}{row['batch_size']:>6}{row['size']:>5}{''.join(cells)}"
-
-
-def _versions() -> dict[str, Any]:
-    found: dict[str, Any] = {"python": platform.python_version()}
-    for package in ("torch", "torchvision", "kornia"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return found
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from children import versions
+from children import IN_MEMORY, versions
 from feedbench.images import make_images
 
 STARTS = (0, 2, 4)
@@ -191,7 +191,7 @@ def main() -> int:
     found["machine"] = versions(("torch", "torchvision", "fulltilt"))
     cpus = len(os.sched_getaffinity(0))
     swept = set(map(int, arguments.sweep.split(","))) if arguments.sweep else {0, *range(4, cpus + 1, 4)}
-    folder = Path(tempfile.mkdtemp(prefix="fulltilt-auto-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix="fulltilt-auto-", dir=IN_MEMORY))
     try:
         make_images(folder, 64 if arguments.small else 1024, 500, 375, masks=False)
         for job in arguments.jobs.split(","):

@@ -1,4 +1,4 @@
-"""What benchmarks share: a part measured in a process of its own, and the versions that figures belong to."""
+"""What benchmarks share: parts measured in a child process, the versions behind figures, draining the GPU."""
 
 from __future__ import annotations
 
@@ -10,17 +10,33 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+
+# For files whose reads and writes are not to be measured.
+IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def process_start_s() -> float:
+    """When this process began, on the monotonic clock: importing torch alone may take many seconds."""
+    return time.monotonic() - (time.time() - psutil.Process().create_time())
+
+
+def drain(device: torch.device) -> None:
+    """Wait until the GPU has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def measured_in_child(script: str, arguments: Sequence[str], out: Path, limit_s: float) -> tuple[Any, str | None]:
-    """Run ``script`` on one part, which writes its figures to ``out``: the figures, and what went wrong.
+    """Run ``script`` on one part, which writes its figures to ``out``; returns them, and what went wrong.
 
-    A session of its own, so that a part that overruns is ended with all of its workers; one that crashes says where.
+    It runs in a session of its own: a part that overruns is killed with all of its workers.
     """
     out.unlink(missing_ok=True)
     command = [sys.executable, "-X", "faulthandler", script, *arguments]
@@ -45,7 +61,7 @@ def measured_in_child(script: str, arguments: Sequence[str], out: Path, limit_s:
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
-    """All that a process has started, in sessions of their own too, as a study's trials are."""
+    """All descendants of a process, also in other sessions, as the trials of a study are."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.Error:
@@ -53,9 +69,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, Any]:
-    """The machine and the packages that the figures belong to."""
-    import torch
-
+    """The machine and the package versions that figures belong to."""
     found: dict[str, Any] = {"python": platform.python_version(), "cpus": os.cpu_count()}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from children import IN_MEMORY
 from torch import nn
 
 from fulltilt.train.config import TrainSettings
@@ -240,11 +241,10 @@ def recording_cost(sizes: Sizes, out: Path, steps: int) -> dict[str, Any]:
 def only_recording(device: torch.device) -> dict[str, Any]:
     """The cost of the record for a step of a few milliseconds and for one of some tens of them."""
     answer: dict[str, Any] = {}
-    memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     for name, batch, steps in (("short steps", 4, 150), ("longer steps", 48, 40)):
         sizes = Sizes(smoke=True, device=device)
         sizes.batch, sizes.pairs = batch, 2
-        with tempfile.TemporaryDirectory(dir=memory) as quick:
+        with tempfile.TemporaryDirectory(dir=IN_MEMORY) as quick:
             answer[name] = recording_cost(sizes, Path(quick) / "run", steps)
     return answer
 
@@ -398,8 +398,7 @@ def main() -> None:
     sizes = Sizes(arguments.smoke, device)
     began_s = time.monotonic()
     # Checkpoints of the A/B blocks go to memory, so that the disk has no part in them; their cost is measured apart.
-    memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=memory) as quick, tempfile.TemporaryDirectory() as disk:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as quick, tempfile.TemporaryDirectory() as disk:
         run = Path(quick) / "run"
         parts: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], Iterator[tuple[str, str]]]]] = {
             "loops": (lambda: compare_loops(sizes, run), loop_rows),

@@ -27,8 +27,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import psutil
-from children import versions
+from children import process_start_s, versions
 from feedbench.decode import run_decode
 from feedbench.images import run_clip, run_cod
 from feedbench.measuring import Bench, shown
@@ -170,7 +169,7 @@ def main() -> int:
     for module in (module for job in chosen for module in IMPORTED.get(job, ())):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    deadline_s = _started_s() + arguments.budget_s
+    deadline_s = process_start_s() + arguments.budget_s
     for job in chosen:
         left_s = deadline_s - GRACE_S - time.monotonic()
         if left_s < 10:
@@ -187,11 +186,6 @@ def main() -> int:
         print(f"{job}: {problem}")
     print(f"figures: {arguments.out}")
     return 1 if result["problems"] else 0
-
-
-def _started_s() -> float:
-    """When this process began: importing torch alone takes many seconds on some machines."""
-    return time.monotonic() - (time.time() - psutil.Process().create_time())
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+from children import process_start_s
 from feedbench.images import MEAN, STD, PerSample, cod_chain
 
 from fulltilt.feed import augment
@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--backbone", default=None, help="any timm backbone")
     arguments = parser.parse_args()
-    started_s = time.monotonic() - (time.time() - psutil.Process().create_time())
+    started_s = process_start_s()
     small = arguments.cpu = arguments.cpu or not torch.cuda.is_available()
     defaults = {
         "epochs": 12,

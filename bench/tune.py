@@ -7,10 +7,10 @@
 
 For each job: the sweep (each number of workers for some seconds) and one training run from 0 workers under live tuning;
 then, for each job, a study of the script, and the settings found against the best of the sweep in turns; then the batch
-finders of Lightning and accelerate and the peer loadtune, where they can be imported. Each of these runs in a process
-of its own, which says where it stands and is ended with all its children when it overruns. Every figure is on disk as
-soon as it is known, in OUT.<part>.json and then in OUT; what there is no time for is left out, and said to be. What OUT
-knows of the sweep is used.
+finders of Lightning and accelerate and the peer loadtune, where they can be imported. Each part runs in a process of
+its own, which prints its progress and is killed with all its children when it overruns. Every figure is written as soon
+as it is known, to OUT.<part>.json and then to OUT; parts without time left are noted as left out. A sweep that is
+already in OUT is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from children import measured_in_child, versions
+from children import IN_MEMORY, measured_in_child, versions
 from tunebench.figures import Figures, table
 
 PARTS = ("live", "study", "peers")
@@ -52,11 +52,11 @@ def main() -> int:
         return child(arguments)
     figures = Figures(arguments.out, arguments.deadline_s, _read(arguments.out))
     figures.note("machine", **versions(("torch", "timm", "transformers", "accelerate", "lightning", "loadtune")))
-    folder = Path(tempfile.mkdtemp(prefix="fulltilt-tune-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix="fulltilt-tune-", dir=IN_MEMORY))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit: the table is still printed
     jobs = arguments.jobs.split(",")
     try:
-        # What has a target comes first.
+        # Parts with a target come first.
         for part in (part for part in PARTS if part in arguments.parts.split(",")):
             for name in arguments.peers.split(",") if part == "peers" else jobs:
                 run(part, name, folder, figures, arguments)
@@ -119,7 +119,7 @@ def child(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: Path) -> dict[str, dict[str, object]]:
-    """What is known already."""
+    """Earlier figures."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import torch
+from children import IN_MEMORY, drain
 from torch.utils.data import DataLoader
 
 from fulltilt.train.cuda_graphs import GraphedModel
@@ -54,8 +55,7 @@ class Bench:
         self.began_s = time.monotonic()
         self.deadline_s = self.began_s + budget_s
         self.results: dict[str, dict[str, Any]] = {}
-        in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        self.folder = Path(tempfile.mkdtemp(prefix="fulltilt-bench-", dir=in_memory))
+        self.folder = Path(tempfile.mkdtemp(prefix="fulltilt-bench-", dir=IN_MEMORY))
         # The disk tier has to live on a disk, whatever the source files live on.
         self.cache_dir = Path(tempfile.mkdtemp(prefix="fulltilt-bench-cache-"))
         if self.device.type == "cuda":
@@ -75,8 +75,7 @@ class Bench:
 
     def drain(self) -> None:
         """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        drain(self.device)
 
     def rate(
         self, step: Step, batches: Batches, size: Callable[[Any], int], seconds: float, *, workers: int = 1

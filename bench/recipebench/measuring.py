@@ -1,4 +1,4 @@
-"""What the rows share: where figures go, rates with the device drained at both ends, a plain step, the GPU beside."""
+"""What the rows share: their figures, rates with the device drained at both ends, a plain step, GPU samples."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from children import IN_MEMORY, drain
 from torch.utils.data import DataLoader
 
 from fulltilt.probes.gpu import Gpus
@@ -30,15 +31,14 @@ class Bench:
 
     def __init__(self, out: Path, budget_s: float, *, smoke: bool, compiles: bool = False) -> None:
         self.out, self.smoke, self.compiles = out, smoke, compiles
-        # What another batch size takes at least: a compiled model is compiled anew for it.
+        # What another batch size takes at least: a compiled model is compiled again for it.
         self.another_s = 0.0 if smoke else 120.0 if compiles else 15.0
-        set_tf32(TrainSettings().tf32)  # as the engine does: what is compiled holds for these switches alone
+        set_tf32(TrainSettings().tf32)  # as the engine does: compiled code depends on it
         self.device = torch.device("cuda" if torch.cuda.is_available() and not smoke else "cpu")
         self.figures: dict[str, Any] = {}
         self._ends_s = time.monotonic() + budget_s
         self.note("facts", {**facts(self.device), "compiled": compiles})
-        shared = Path("/dev/shm")
-        self.work = Path(tempfile.mkdtemp(prefix="fulltilt-recipes-", dir=shared if shared.is_dir() else None))
+        self.work = Path(tempfile.mkdtemp(prefix="fulltilt-recipes-", dir=IN_MEMORY))
 
     def note(self, name: str, value: Any) -> None:
         """Keep a figure and write all of them. Ratios are made where both of their sides are there."""
@@ -57,7 +57,7 @@ class Bench:
             self.note(name, value)
 
     def begins(self, part: str) -> None:
-        """Say what comes next: if the process dies, its last words are in the figures."""
+        """Note which part comes next, in case the process dies in it."""
         self.note("doing", part)
 
     def remark(self, line: str) -> None:
@@ -86,7 +86,7 @@ class Bench:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """What one wants to know of a process that died: interpreter, threads of torch, device, its driver's libraries."""
+    """Interpreter, torch, device and machine of the process."""
     on_gpu = device.type == "cuda"
     return {
         "pid": os.getpid(),
@@ -98,12 +98,6 @@ def facts(device: torch.device) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "kernel": platform.release(),
     }
-
-
-def drain(device: torch.device) -> None:
-    """Wait until the device has done everything."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def rate(step: Callable[[], int], seconds: float, device: torch.device, together: int = 1) -> float:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from children import drain
+
 from fulltilt.errors import StoppedEarly
 from fulltilt.records import GpuReading, Sample
 from fulltilt.train import Job, StepEnd, TrainSettings, train
 from fulltilt.train.progress import TrainingScreen
-from recipebench.measuring import Bench, drain, mean_of, sampling
+from recipebench.measuring import Bench, mean_of, sampling
 
 # After an epoch has begun, so many steps pass before they count.
 WARM_UP_STEPS = 4

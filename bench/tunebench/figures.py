@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
+from children import process_start_s
 
 
 class Figures:
@@ -15,7 +15,7 @@ class Figures:
 
     def __init__(self, out: Path, deadline_s: float, known: dict[str, dict[str, Any]] | None = None) -> None:
         self._out = out
-        self._began_s = time.monotonic() - (time.time() - psutil.Process().create_time())
+        self._began_s = process_start_s()
         self._deadline_s = deadline_s
         self.all = known or {}
 

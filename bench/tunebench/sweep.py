@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from children import drain
 from torch.utils.data import DataLoader
 
 from fulltilt.tuning.trial.throughput import ready_batches
@@ -35,12 +36,6 @@ def train(job: Job, settings: dict[str, Any], device: torch.device, seconds: flo
         yield now_s
         if now_s > seconds:
             return
-
-
-def drain(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def rate_of(moments: list[float], since_s: float, until_s: float = float("inf"), workers: int = 0) -> float:
