@@ -253,7 +253,7 @@ def test_the_first_trial_tells_of_a_lock_and_of_a_loader_made_each_epoch(
     out = OwnedFolder.claim(tmp_path / "study", KIND).path
     write_json(out / STUDY_FILE, record)
     with contextlib.closing(Study(["train.py"], ["python", "train.py"], out, Space(4), IN_PLACE)) as study:
-        assert next_attempt([start], study.space) == Attempt(Settings(num_workers=1), "search", "beside 2 workers")
+        assert next_attempt([start], study.space) == Attempt(Settings(num_workers=1), "search", "next to 2 workers")
     end_study(record, [start], out, apply=False)
     assert "All workers wait for one lock (train.py:8)" in capsys.readouterr().out
 

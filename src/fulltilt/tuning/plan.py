@@ -385,7 +385,7 @@ def read_history(folders: Iterable[Path], metric: str) -> tuple[Points, float | 
     if known:
         raise UsageError(f"--target: no history of {metric}", f"There are: {', '.join(sorted(known))}")
     raise UsageError(
-        f"--target: no history of {metric}", f"It is read from {METRICS_FILE} or {HUGGING_FACE_FILE} beside the run."
+        f"--target: no history of {metric}", f"It is read from {METRICS_FILE} or {HUGGING_FACE_FILE} next to the run."
     )
 
 

@@ -89,7 +89,7 @@ def _workers(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | N
         persistent_workers=True if space.may_persist and not start.in_force.persistent_workers else None,
         pin_memory=True if _on_gpu(start) and not start.in_force.pin_memory else None,
     )
-    return _attempt(trials, settings, "half of the CPUs" if is_leap else f"beside {_workers_of(best)} workers")
+    return _attempt(trials, settings, "half of the CPUs" if is_leap else f"next to {_workers_of(best)} workers")
 
 
 def _on_gpu(trial: Trial) -> bool:
@@ -169,15 +169,15 @@ class Bracket:
         fewest = min(self.rates)
         if self.fewer_first and fewest > 1 and self.rates[fewest] >= self.SAME * self._top:
             return min(fewest // 2, self.most)
-        beside = (count for count in self._beside_the_best() if count <= self.most)
-        promising = [count for count in beside if self._could_beat(count)]
+        nearby = (count for count in self._next_to_best() if count <= self.most)
+        promising = [count for count in nearby if self._could_beat(count)]
         return max(promising, key=self.hope, default=None)
 
     @property
     def _top(self) -> float:
         return max(self.rates.values(), default=0.0)
 
-    def _beside_the_best(self) -> Iterator[int]:
+    def _next_to_best(self) -> Iterator[int]:
         """Untried numbers: above the best, below it, and a single worker."""
         best = min(count for count, rate in self.rates.items() if rate >= self.SAME * self._top)
         above = min((count for count in self.rates if count > best), default=None)

@@ -71,8 +71,8 @@ def propose(
     wanted = {name: value for name in names if (value := getattr(in_force, name)) is not None}
     if loader is not None and loader.made_by == "fulltilt":
         flags = {"--workers": wanted.get("num_workers"), "--batch-size": wanted.get("batch_size")}
-        told = " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
-        return ManualChange("Fulltilt makes the loader from its settings", told)
+        given = " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
+        return ManualChange("Fulltilt makes the loader from its settings", given)
     made_again = loader is not None and made_for_each_pass(loader)
     for name in NEED_WORKERS:
         # Workers do not outlive their loader.
@@ -179,7 +179,7 @@ def edit_call(
     around = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0) and _name(call) in LOADERS]
     found = [call for call in around if call.lineno == max(each.lineno for each in around)]
     if len(found) != 1:
-        raise CannotEdit(f"no single DataLoader(...) call stands at line {line}")
+        raise CannotEdit(f"there is no single DataLoader(...) call at line {line}")
     source = _with_keywords(source, module, found[0], wanted, before, DEFAULTS, given)
     makers = {
         node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and found[0] in ast.walk(node)

@@ -162,7 +162,7 @@ def most_workers(capacity: Capacity, prefetch: int, limits: LiveLimits = DEFAULT
 
 def measure_capacity(session: Session, tap: LoaderStats, other_workers: int, tensors_per_batch: int) -> Capacity:
     """What is left for a new pool of this loader."""
-    told = session.state.workers.get(tap.loader_id)
+    measured = session.state.workers.get(tap.loader_id)
     told_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(int(told_ranks), 1) if told_ranks.isdigit() else 1
     return Capacity(
@@ -172,7 +172,9 @@ def measure_capacity(session: Session, tap: LoaderStats, other_workers: int, ten
         cpu_ranks=ranks,
         other_workers=other_workers,
         memory_free_bytes=memory_headroom_bytes(),
-        worker_bytes=max((one.pss_bytes or 0 for one in told.last.values()), default=0) or None if told else None,
+        worker_bytes=max((one.pss_bytes or 0 for one in measured.last.values()), default=0) or None
+        if measured
+        else None,
         shm_free_bytes=shared_memory_bytes()[1],
         batch_bytes=tap.batch_bytes,
         files_left=_files_left(),
@@ -183,8 +185,8 @@ def measure_capacity(session: Session, tap: LoaderStats, other_workers: int, ten
 
 def _cpu_share(session: Session, tap: LoaderStats) -> float | None:
     """The share of fetching that uses a CPU or waits for one."""
-    told = session.state.workers.get(tap.loader_id)
-    workers = told.record(tap.loader_id) if told is not None else None
+    measured = session.state.workers.get(tap.loader_id)
+    workers = measured.record(tap.loader_id) if measured is not None else None
     if workers is not None and workers.fetch_s > 0:
         return min((workers.fetch_cpu_s + (workers.cpu_wait_s or 0.0)) / workers.fetch_s, 1.0)
     return min(tap.timed_cpu_s / tap.timed_wait_s, 1.0) if tap.timed_wait_s else None

@@ -101,8 +101,8 @@ class StreamTuner:
         if paid:
             *_, now = at_pace_of(again, own, seen, (own,))
             self.record = replace(self.record, batches_per_s=now.batches_per_s, wait_share=now.wait_share)
-        told = "it is undecided whether 1 worker pays" if why else f"1 worker {'paid' if paid else 'did not pay'}"
-        self._settle("settled", f"{told}; more would change the order", int(bool(paid)))
+        outcome = "it is undecided whether 1 worker pays" if why else f"1 worker {'paid' if paid else 'did not pay'}"
+        self._settle("settled", f"{outcome}; more would change the order", int(bool(paid)))
         if paid:
             self._process.write(self.tap.where, self.record.settings)
 

@@ -59,7 +59,7 @@ WAITING = "waiting for the reports of the other ranks"
 
 
 class Phase(Enum):
-    """Where the tuning of a loader stands."""
+    """What the tuner of a loader is doing."""
 
     WATCHING = "measuring the settings in force"
     CHECKING = "comparing batches of workers with the script's, before the first trial"

@@ -62,7 +62,7 @@ class Isolation:
 
     @property
     def sentence(self) -> str:
-        """What the user is told."""
+        """What trials may do to the user's files."""
         return SENTENCES[self.kind]
 
     def scratch(self) -> Path:
