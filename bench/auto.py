@@ -1,10 +1,10 @@
-"""`fulltilt run --auto` as a user starts it, on jobs with random augmentation, against the best of a plain sweep.
+"""`fulltilt run --auto` as a user starts it, on jobs with random augmentation, against the best of a sweep.
 
     python bench/auto.py --jobs resnet --out auto.json        on a GPU; six minutes on an H200 with 16 CPUs
-    python bench/auto.py --small --out auto.json              rehearsed on a CPU
+    python bench/auto.py --small --out auto.json              a tiny trial run on a CPU
 
 For each job: plain runs with 4, 8 and so on workers, up to the number of CPUs, with pinned memory; then, round by
-round, a run under ``--auto`` from 0, 2 and 4 workers, unpinned, with the sweep's best, plain, beside them. A rate is
+round, a run with ``--auto`` from 0, 2 and 4 workers, unpinned, between two plain runs of the sweep's best. A rate is
 that of the last seconds of a run. ``reached`` is the median over the rounds of the tuned rate over the plain best of
 the same round. Figures go to OUT after each run, and a second call with the same OUT adds rounds to them.
 """
@@ -162,7 +162,7 @@ def measured(job: str, workers: int, seconds: float, folder: Path, small: bool, 
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"rate"')]
     if not lines:
         raise RuntimeError(done.stderr[-2000:])
-    # A long line goes on below, further in; findings and files have lines of their own.
+    # Join the rows of wrapped lines; findings and files begin lines.
     whole = re.sub(r"\n +(?! |\d+\. |report: |settings found: )", " ", done.stderr)
     told = [line for line in whole.splitlines() if "--auto" in line or "workers" in line]
     return {**json.loads(lines[-1]), **({"told": told[:4]} if tuned else {})}

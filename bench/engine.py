@@ -92,7 +92,7 @@ class Sizes:
 
 
 class Clocked:
-    """Endless batches that note the time when ``first`` and ``last`` of them have been worked off."""
+    """Batches that note the time at which batch ``first`` and batch ``last`` are drawn."""
 
     def __init__(self, batches: list[Any], first: int, last: int) -> None:
         self.batches, self.first, self.last = batches, first, last
@@ -113,7 +113,7 @@ class Clocked:
 
     @property
     def step_cpu_s(self) -> float:
-        """CPU time a step of all threads: what a busy neighbour does not change."""
+        """CPU time of all threads per step, which other jobs do not change."""
         return (self.ended_cpu_s - self.began_cpu_s) / (self.last - self.first)
 
 
@@ -239,7 +239,7 @@ def recording_cost(sizes: Sizes, out: Path, steps: int) -> dict[str, Any]:
 
 
 def only_recording(device: torch.device) -> dict[str, Any]:
-    """The cost of the record for a step of a few milliseconds and for one of some tens of them."""
+    """The cost of recording for steps of a few milliseconds and of some tens of milliseconds."""
     answer: dict[str, Any] = {}
     for name, batch, steps in (("short steps", 4, 150), ("longer steps", 48, 40)):
         sizes = Sizes(smoke=True, device=device)
@@ -269,7 +269,7 @@ def compare_variants(sizes: Sizes, out: Path, deadline_s: float) -> dict[str, An
         steps = max(sizes.steps // (4 if name == "fp32" else 2), 2)
         try:
             step_s = by_engine(sizes, sizes.model(), out, steps, **settings)
-        except Exception as error:  # one variant that this machine lacks must not cost the others
+        except Exception as error:  # a variant that this machine lacks must not end the others
             answer[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
             continue
         answer[name] = {"step_ms": 1e3 * step_s, "samples_per_s": sizes.batch / step_s}
@@ -397,7 +397,7 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not arguments.smoke else torch.device("cpu")
     sizes = Sizes(arguments.smoke, device)
     began_s = time.monotonic()
-    # Checkpoints of the A/B blocks go to memory, so that the disk has no part in them; their cost is measured apart.
+    # Checkpoints of the compared loops go to memory, not to a disk; their cost is measured separately.
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as quick, tempfile.TemporaryDirectory() as disk:
         run = Path(quick) / "run"
         parts: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], Iterator[tuple[str, str]]]]] = {

@@ -6,8 +6,8 @@
     python bench/feed.py --smoke                      tiny models on the CPU: does the benchmark itself work?
 
 torch is imported once; each job then runs in a fork that has the GPU to itself and writes its figures as it gets them
-(OUT.<job>.json), so that a job that fails or is cut off loses only what it had not measured yet. What has a target is
-measured first. Rates are samples per second, by the wall clock, the device drained at both ends. "compute-only" is the
+(OUT.<job>.json), so that a job that fails or overruns loses only what it had not measured yet. Figures with a target
+come first. Rates are samples per second, by the wall clock, the device drained at both ends. "compute-only" is the
 same step on a batch that is already on the device, measured in turn with the fed one.
 """
 

@@ -1,18 +1,17 @@
-"""What observing costs, measured in one process: short blocks of steps with the recorder attached and without, in turn.
+"""What recording costs, measured in one process: short blocks of steps with and without the recorder, in turn.
 
     python bench/overhead.py [--pairs 300] [--block-steps 64] [--job launch] [--out overhead.json]
     python bench/overhead.py --job workers      three jobs with busy loader workers
     python bench/overhead.py --ranks 2          ranks of DDP over gloo, on CPUs
 
-Prints a table and writes JSON. Each pair is one observed and one plain block of the same loop on the same model, right
-behind each other: the machine's pace changes from second to second by a third. ``cost`` is the mean over the pairs of
-observed over plain, without the lowest and the highest tenth, with a 95 % interval (bootstrap); ``whole`` is all
-observed time over all plain time. A block is part of a cycle of measuring and pausing, each another one.
-In plain blocks nothing of the recorder is in force: no hooks, Python's own turns of the interpreter lock, and a thread
-that sleeps.
+Prints a table and writes JSON. Each pair is a recorded and a plain block of the same loop on the same model, right
+after each other: the machine's pace changes from second to second by a third. ``cost`` is the mean over the pairs of
+recorded over plain, without the lowest and the highest tenth, with a 95 % interval (bootstrap); ``whole`` is all
+recorded time over all plain time. In plain blocks the recorder is off: no hooks, Python's default switch interval of
+the interpreter lock, and a sleeping thread.
 
-Jobs with workers have two DataLoaders with persistent workers, one made under observation and one without: the workers
-of the one are idle while the other is measured.
+Jobs with workers have two DataLoaders, one made with the recorder and one without: the workers of one are idle while
+the other is measured.
 
 The machine's sampler of `fulltilt run` lives in another process and runs throughout. Where the peer traceml-ai is
 installed, its step context is measured the same way, in the training process alone: its plain blocks run after it has
@@ -46,7 +45,7 @@ from fulltilt.recorder.session import Session
 from fulltilt.store import create_folder
 
 WORKERS = 8
-# The recorder measures the first 300 steps one and all, and takes more stack samples in the first half minute.
+# The recorder measures each of the first 300 steps, and takes more stack samples in the first half minute.
 WARM_UP_S, BLOCK_WARM_UP_STEPS = 30.0, 16
 TRIMMED = 0.1
 PYTHONS_TURN_S = sys.getswitchinterval()
@@ -57,7 +56,7 @@ Block = Callable[[int], float]
 
 
 class Ready(Dataset[Batch]):
-    """One batch, ready in memory: the loop itself is measured. ``busy_s``: CPU time that a batch takes all the same."""
+    """One batch in memory, so that the loop itself is measured. ``busy_s``: CPU time to spend on each batch."""
 
     def __init__(self, batch: int, width: int, pin: bool = False, busy_s: float = 0.0) -> None:
         self.x, self.y = torch.randn(batch, width), torch.zeros(batch, dtype=torch.long)
@@ -141,7 +140,7 @@ class Loop:
         return (time.perf_counter() - began) / steps
 
     def warm_up(self, seconds: float, loader: str, around: StepContext = nullcontext) -> None:
-        """Train until the first seconds of an observer are over."""
+        """Train until the first seconds of recording are over."""
         ends = time.perf_counter() + seconds
         while time.perf_counter() < ends:
             self.run(64, loader, around)
@@ -167,12 +166,12 @@ class Loop:
 
 @contextmanager
 def observed(loop: Loop, warm_up_s: float) -> Iterator[Block]:
-    """Blocks under Fulltilt's recorder, long after its first seconds. Between them it is put aside altogether."""
+    """Blocks with the recorder, long after its first seconds. Between blocks it is switched off."""
     with tempfile.TemporaryDirectory() as folder:
         session = Session(torch, create_folder(Path(folder) / "run"), time.perf_counter_ns())
         turns, usual = session.observer.switch_interval, stack_sampler.StackSampler.usually_every_s
 
-        def put_aside() -> None:
+        def switch_off() -> None:
             session.restore()
             turns.apply = lambda: None  # type: ignore[method-assign]
             stack_sampler.StackSampler.usually_every_s = 0.2  # type: ignore[assignment,method-assign]
@@ -186,11 +185,11 @@ def observed(loop: Loop, warm_up_s: float) -> Iterator[Block]:
             try:
                 return loop.run(steps, "observed")
             finally:
-                put_aside()
+                switch_off()
 
         session.install()
         loop.warm_up(warm_up_s, "observed")
-        put_aside()
+        switch_off()
         yield block
         session.finish()
         stack_sampler.StackSampler.usually_every_s = usual  # type: ignore[method-assign]
@@ -276,7 +275,7 @@ def measure_rank(rank: int, ranks: int, pairs: int, folder: str) -> None:
 
 
 def compare_ranks(ranks: int, pairs: int) -> dict[str, float]:
-    """What observing costs a step of all ranks: CPU time, which neighbours do not add to, and wall time."""
+    """What recording costs a step of all ranks, in wall time and in CPU time, which other jobs do not change."""
     with tempfile.TemporaryDirectory() as folder:
         create_folder(Path(folder) / "run")
         torch.multiprocessing.spawn(measure_rank, (ranks, pairs, folder), ranks)  # type: ignore[attr-defined, no-untyped-call]
@@ -309,7 +308,7 @@ def interval(ratios: list[float], figure: Callable[[list[float]], float]) -> tup
 
 
 def lower_quartile(chunks: list[float]) -> float:
-    """The time of a chunk in a quiet moment."""
+    """The lower quartile: the time while the machine is quiet."""
     return sorted(chunks)[len(chunks) // 4]
 
 

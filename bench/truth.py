@@ -3,11 +3,11 @@
     python bench/truth.py [--jobs launch,item] [--seconds 13] [--out truth.json]      about ten minutes on an H200
 
 Each job runs twice: plain and then, in the same process, under torch.profiler (CUDA activities alone, which slow the
-host down least); and under `fulltilt run`. Truth is the union of the profiler's kernel intervals a step, without those
-of a validation, over the step of the observed run by the job's own stopwatch: the machine's pace is another in each
-run. Idle time by cause is of the observed run itself: each stretch of its stopwatch in which the host queues nothing,
-from when the GPU reached a CUDA event that was queued before it.
-Inside the limits: kernel time within 5 %, shares of the step within 3 points, steps and samples exact.
+host down least); and under `fulltilt run`. The true busy share is the union of the profiler's kernel intervals of a
+step, without validation, over the step time of the recorded run by the job's own stopwatch, since the machine's pace
+differs between runs. Idle time by cause is of the recorded run itself: each stretch of its stopwatch in which the host
+queues nothing, from the moment the GPU reached a CUDA event that was queued before it.
+Limits: kernel time within 5 %, shares of the step within 3 points, steps and samples exact.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KERNEL_LIMIT, SHARE_LIMIT = 0.05, 0.03
 WARM_UP_STEPS = 20
 PLAIN_S = 3.0
 TRACE_S = 1.0
-# What a stretch of the stopwatch is called on the ledger.
+# Phase of the stopwatch → bucket of the ledger.
 BUCKETS = {"data": "data_wait_s", "host": "host_code_s", "validation": "validation_s", "save": "checkpoint_s"}
 
 
@@ -61,21 +61,21 @@ class Watch:
         self._step_ended: tuple[int, torch.cuda.Event]
 
     def drawn(self) -> None:
-        """The loop has its batch: since the last step it waited for data."""
+        """The loop has its batch: it waited for data since the last step."""
         if self.all_steps >= WARM_UP_STEPS:
             began, queued = self._step_ended
             self.phases.append(("data", began, time.time_ns(), queued))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What the host does is ``name``: no kernels of training are queued."""
+        """A phase in which the host queues no kernels of training."""
         began, queued = mark()
         yield
         if self.all_steps >= WARM_UP_STEPS:
             self.phases.append((name, began, time.time_ns(), queued))
 
     def idle_s(self) -> dict[str, float]:
-        """How long the GPU had nothing left to do while the host was in each phase, a step."""
+        """How long the GPU was idle in each phase, per step."""
         origin_ns, origin = self._origin
         idle: dict[str, float] = {}
         for name, began, ended, queued in self.phases:
@@ -137,7 +137,7 @@ class Watch:
 
 
 def mark() -> tuple[int, torch.cuda.Event]:
-    """Now, and an event behind all that has been queued."""
+    """Now, and an event after all that has been queued."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return time.time_ns(), event
@@ -408,7 +408,7 @@ JOBS: dict[str, tuple[Callable[[Watch], None], tuple[str, ...]]] = {
 }
 
 
-# --------------------------------------------------------------------------- truth beside what is told
+# --------------------------------------------------------------------------- the truth and what Fulltilt says
 
 
 def run_job(name: str, seconds: float, trace: bool) -> dict[str, Any]:

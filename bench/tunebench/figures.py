@@ -1,4 +1,4 @@
-"""What a benchmark of tuning has found so far: on disk after each figure, so that one that is cut off loses nothing."""
+"""The figures of a tuning benchmark, written after each one, so that an aborted benchmark keeps them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python bench/tunebench/job.py cod FOLDER [--small]
 
-``--small`` is for rehearsals on a CPU: tiny networks, and a wait in the place of decoding.
+``--small`` is for trial runs on a CPU: tiny networks, and a wait instead of decoding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from feedbench.images import Images, Segmenter, make_images
 from feedbench.measuring import Step, trainer
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-# What a sample of a rehearsal waits, so that workers pay on any machine.
+# With --small each sample waits this long, so that workers pay on any machine.
 SMALL_WAIT_S = 0.004
 
 

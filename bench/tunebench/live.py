@@ -1,4 +1,4 @@
-"""Live tuning from 0 workers against the sweep's best: how near it comes within a minute, and what it costs."""
+"""Live tuning from 0 workers against the sweep's best: what it reaches within a minute, and what it costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tunebench.figures import Figures
 from tunebench.job import Job
 from tunebench.sweep import rate, rate_of, train, with_workers
 
-# What it has reached after a minute is what it gives in the seconds behind it, beside points of the same length.
+# Its rate after a minute is measured in the seconds that follow, and compared with points of the sweep's best.
 MINUTE_S, REACHED_S, POINT_S = 60.0, 15.0, 8.0
 FIRST_MINUTES_S = 300.0
 LONGEST_TRIAL_S = 12.0
@@ -26,9 +26,9 @@ TURNS, TURN_S = 2, 35.0
 
 
 def measure(job: Job, folder: Path, device: torch.device, best: dict[str, Any], figures: Figures, small: bool) -> None:
-    """The sweep's best, then a training run under live tuning, then the best and what was found in turns, unobserved.
+    """Measure the sweep's best, a training run with live tuning, then the best and the settings found in turns.
 
-    The machine's own pace drifts by a fifth within minutes, so that the best stands on both sides of the run.
+    The machine's pace drifts by a fifth within minutes, so the best is measured before and after the run.
     """
     minute_s, reached_s, point_s = (20.0, 4.0, 1.5) if small else (MINUTE_S, REACHED_S, POINT_S)
     best_before = rate(job, best, device, point_s)
@@ -57,7 +57,7 @@ def measure(job: Job, folder: Path, device: torch.device, best: dict[str, Any], 
     turns: list[tuple[float, float]] = []
     while len(turns) < TURNS and (not turns or figures.has_time_for(job.name, "live_turn", TURN_S)):
         turns.append((rate(job, best, device, point_s), rate(job, found, device, point_s)))
-        # Not the sweep's own figure: the best of many that scatter is flattered.
+        # Not the sweep's own figure: the best of many noisy figures is too high.
         best_now, found_now = (fmean(rates) for rates in zip(*turns, strict=True))
         figures.note(
             job.name,
@@ -75,7 +75,7 @@ def _each_s(moments: list[float]) -> list[int]:
 
 
 def _near_after_s(moments: list[float], window_s: float, workers: int, wanted: float) -> float | None:
-    """When a stretch first had so many batches a second."""
+    """When a window first had this many batches a second."""
     return next(
         (
             moment
@@ -87,7 +87,7 @@ def _near_after_s(moments: list[float], window_s: float, workers: int, wanted: f
 
 
 def _lost_s(record: Any) -> float:
-    """What slower trials cost: the time that the settings before would have needed less for the same batches."""
+    """The time lost in trials that were slower than the settings before."""
     best = record.before_batches_per_s or 0.0
     lost_s = 0.0
     ends = [*(move.began_s for move in record.moves[1:]), None]

@@ -1,4 +1,4 @@
-"""The study of a job's script against a full grid: how much of the grid's best it finds, in how much of its time."""
+"""The study of a job's script against a full grid: the share of the grid's best rate, and of its time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def measure(
     turns: list[tuple[float, float]] = []
     while len(turns) < TURNS and (not turns or figures.has_time_for(job.name, "study_turn", 2 * TURN_S)):
         turns.append((rate(job, settings, device, point_s), rate(job, best, device, point_s)))
-    # What a point of the grid takes: a trial that is measured to the end, as those that verify are.
+    # The time of a grid point: a trial that is measured to the end, as start and verifying trials are.
     whole = [trial.wall_s for trial in study.trials if trial.wall_s and trial.purpose in ("start", "verify")]
     trial_s, points = fmean(whole), grid_size(device.type == "cuda")
     figures.note(

@@ -1,7 +1,7 @@
 """The exhaustive sweep: a job trained for some seconds with each number of workers, in this process.
 
 A loader with w workers gives its batches in bursts of w: the first ones are not counted, and only whole ones are. What
-lies ready when the clock starts was made before its time, so that what the workers make is counted, not what is taken.
+is queued when the clock starts was made before, so what the workers make is counted, not what training takes.
 """
 
 from __future__ import annotations
