@@ -85,7 +85,7 @@ def test_every_error_ends_the_command_with_its_code_and_its_remedy(
     def fail(*_: Any) -> None:
         raise error("it broke", "Mend it.")
 
-    monkeypatch.setattr(check, "_look", fail)
+    monkeypatch.setattr(check, "_read_machine", fail)
     with pytest.raises(SystemExit) as ended:
         command.main(["check"])
     assert ended.value.code == code

@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 from fulltilt.cli.main import main
-from fulltilt.cli.tune import _hand_over, end_study, run_study
+from fulltilt.cli.tune import _write_winner, end_study, run_study
 from fulltilt.errors import ForeignFiles, UsageError
 from fulltilt.recorder.job_command import job_command
 from fulltilt.records import HotLine, Settings, Trial
@@ -372,7 +372,7 @@ def test_what_a_settings_file_does_not_hold_is_not_promised_of_it(
 ) -> None:
     record = StudyRecord(("train.py",), str(tmp_path), ("batch",), "today")
     settings = Settings(num_workers=4, **more)
-    _hand_over(open_console(), record, settings, settings, tmp_path, apply=False)
+    _write_winner(open_console(), record, settings, settings, tmp_path, apply=False)
     assert said in capsys.readouterr().out
     assert json.loads((tmp_path / "settings.json").read_text()) == {"num_workers": 4}
 
