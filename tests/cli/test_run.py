@@ -272,7 +272,8 @@ def test_a_job_that_goes_into_the_background_is_told_of(tmp_path: Path) -> None:
     )
     done = run([*OBSERVED, "job.py"], tmp_path)
     os.kill(int(done.stdout), signal.SIGKILL)
-    assert f"goes on in the background (process {done.stdout.strip()}): fulltilt report run tells" in done.stderr
+    said = f"goes on in the background (process {done.stdout.strip()}); once it is done: fulltilt report run"
+    assert said in done.stderr
     (tmp_path / "job.py").write_text("print(1)")
     assert "background" not in run([*OBSERVED, "job.py"], tmp_path).stderr
 

@@ -105,7 +105,7 @@ def verdict_of(dataset: Any, collate: Any = default_collate) -> str | None:
 
 
 def test_a_file_that_is_read_on_would_be_shared_by_workers() -> None:
-    assert "reads from a file that stays open" in str(verdict_of(Lines()))
+    assert "reads from an open file" in str(verdict_of(Lines()))
 
 
 def test_a_file_that_is_only_written_to_is_no_reason_against_workers() -> None:
@@ -227,8 +227,8 @@ def test_a_fetch_that_moves_the_generators_draws_random_numbers() -> None:
 
 def test_batches_that_no_worker_can_hand_over_are_a_reason() -> None:
     grown = torch.ones(2, requires_grad=True) * 2
-    assert "handed over" in str(verdict_of(Holding(None), lambda _: {"f": lambda: 0}))
-    assert "handed over" in str(verdict_of(Holding(None), lambda _: grown))
+    assert "cannot send its batches" in str(verdict_of(Holding(None), lambda _: {"f": lambda: 0}))
+    assert "cannot send its batches" in str(verdict_of(Holding(None), lambda _: grown))
 
 
 # --------------------------------------------------------------------------- comparing

@@ -302,7 +302,7 @@ def test_random_augmentation_is_tuned_and_told_unless_exact(
             assert "draws random numbers" in one.record.why
         else:
             assert one.record.settings.num_workers == 2
-            assert "others of the same distribution" in str(one.record.note)
+            assert "numbers of the same distribution" in str(one.record.note)
 
 
 def test_the_shuffle_that_begins_a_pass_is_no_random_draw_of_the_data_set(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ class OwnWay(DataLoader[Any]):
 LEFT_ALONE = {
     "changes as it is read": lambda path: DataLoader(Counting(SIZE), batch_size=2),
     "BufferedReader": lambda path: DataLoader(HoldingAFile(SIZE, path / "data"), batch_size=2),
-    "handed over": lambda path: DataLoader(Unpicklable(SIZE), batch_size=None),
+    "cannot send its batches": lambda path: DataLoader(Unpicklable(SIZE), batch_size=None),
     "come out different in a worker": lambda path: DataLoader(OtherwiseInWorkers(SIZE), batch_size=2),
     "sampler Reacting": lambda path: DataLoader(Squares(SIZE), batch_size=2, sampler=Reacting()),
     "IterableDataset": lambda path: DataLoader(Stream(), batch_size=2, num_workers=1),
@@ -397,7 +397,7 @@ def test_what_could_change_what_is_trained_is_left_alone_with_its_reason(reason:
     random.seed(3)
     with tuning(store.create_folder(tmp_path / "run"), [Knobs(2)]) as one:
         drawn = drawn_from(one.trains(make(tmp_path)))
-        if reason not in ("handed over", "no fixed order"):
+        if reason not in ("cannot send its batches", "no fixed order"):
             assert drawn == expected
         assert one.record.state == "left_alone"
         assert reason in one.record.why

@@ -62,7 +62,7 @@ def test_runs_of_two_models_are_not_one_line() -> None:
 
 
 def test_a_run_of_which_no_process_was_recorded_is_refused() -> None:
-    with pytest.raises(UsageError, match="no process of a was recorded"):
+    with pytest.raises(UsageError, match="no training process of a was recorded"):
         make_plan([observed(8), replace(observed(16), folder="a", ranks=())])
 
 
