@@ -24,7 +24,7 @@ from fulltilt.diagnosis.findings import (
 )
 from fulltilt.diagnosis.rules.worker_count import gain_without_wait
 from fulltilt.diagnosis.thresholds import THRESHOLDS
-from fulltilt.figures import capital, count, loader_settings, number, percent, times
+from fulltilt.figures import capital, loader_settings, number, percent, times
 from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord, Settings
 
 _INPUT = ("input_serial", "input_cpu_bound", "input_io_bound", "input_handover")
