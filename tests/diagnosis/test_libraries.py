@@ -60,7 +60,7 @@ def test_a_line_inside_of_a_library_is_known() -> None:
         ),
         ("D.__getitem__", "pd.read_csv(p)", "pandas/io/parsers/readers.py:read_csv", "parses a file"),
         ("D.__getitem__", "json.load(f)", "json/__init__.py:load", "parses text"),
-        ("D.__getitem__", "pickle.load(f)", None, "builds all objects"),
+        ("D.__getitem__", "pickle.load(f)", None, "unpickles all objects"),
         ("D.__getitem__", "self.tokenizer(text, truncation=True)", None, "tokenizes one text"),
         (
             "D.__getitem__",

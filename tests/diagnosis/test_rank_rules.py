@@ -34,6 +34,7 @@ def test_the_late_rank_is_named_with_what_it_does_more() -> None:
     assert finding.predicted_speedup == (1.21, 1.54)
     assert communication_bound(gather(run)) is None
     assert answer(run).verdict.code == "straggler"
+    assert "host_code" not in [finding.code for finding in answer(run).findings]  # the same line, as a mean
     assert [r.rank for r in answer(run).ranks if r.slowest] == [1]
 
 
@@ -47,6 +48,13 @@ def test_exposed_exchange_is_communication() -> None:
     assert "(k = 4: 38 % → 13 %)" in finding.fix
     assert finding.predicted_speedup == (1.17, 1.4)
     assert straggler(gather(run)) is None
+
+
+def test_ranks_that_exchange_by_themselves_get_no_advice_on_ddp() -> None:
+    run = pair({"compute": 60.0, "communication": 40.0}, {"compute": 62.0, "communication": 38.0})
+    fix = found(communication_bound(gather(run))).fix
+    assert "in one tensor" in fix
+    assert "no_sync" not in fix
 
 
 def test_even_ranks_are_left_alone() -> None:

@@ -128,11 +128,11 @@ def test_lines_of_one_function_are_blamed_together() -> None:
 def test_a_function_whose_lines_all_cost_is_named_by_its_call_in_the_loop(functions: list[str], where: str) -> None:
     """`pieces.append(best)` was to be done every 20 steps."""
     lines = tuple(HotLine(f"bpe.py:{i}", name, 6.0, "pieces.append(best)") for i, name in enumerate(functions))
-    calls = (HotLine("train.py:9", "main", 30.0, "tokenize(texts)"),)
+    calls = (HotLine("train.py:9", "main", 30.0, "merge_all(texts)"),)
     finding = found(host_code(gather(run_of(rank(host_lines=lines, loop_calls=calls), host_code=30.0, compute=70.0))))
     assert finding.where == where
-    assert finding.evidence[1] == "30 s in main, train.py:9 (tokenize(texts))"
-    assert finding.fix.startswith("tokenize(texts) at train.py:9: move it out of the step (once before")
+    assert finding.evidence[1] == "30 s in main, train.py:9 (merge_all(texts))"
+    assert finding.fix.startswith("merge_all(texts) at train.py:9: move it out of the step (once before")
 
 
 @pytest.mark.parametrize(("own_s", "named"), [(20.0, "np.sort(x) at train.py:7"), (5.0, "log(x) at train.py:9")])

@@ -160,13 +160,13 @@ def starved_by_workers() -> tuple[LoaderRecord, ...]:
             run_of(rank(loaders=(loader(passes=41),)), epoch_turnover=40.0, compute=60.0),
             "epoch_restart",
             "Epoch restarts: restarting the loader for each epoch takes 40 % of the time after "
-            "start-up; at most 1.7 × as fast without it.",
+            "start-up; up to 1.7 × as fast without it.",
         ),
         (
             run_of(rank(host_lines=(HotLine("train.py:55", "main", 49.0),)), host_code=50.0, compute=50.0),
             "host_code",
             "Python code in the training loop: the script's own code takes 50 % of the time after start-up "
-            "(train.py:55); at most 2.0 × as fast without it.",
+            "(train.py:55); up to 2.0 × as fast without it.",
         ),
         (
             run_of(gpu_rank(gpu_busy_step_s=0.095), samples=sampled(gpu()), compute=95.0, host_code=5.0),
@@ -270,7 +270,7 @@ def idle(state: str = "done", exit_code: int = 0, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("run", "sentence"),
     [
-        (run_of(), "Nothing was recorded: no process of the job trained with torch."),
+        (run_of(), "Nothing was recorded: no process of the job called backward() or an optimizer of torch."),
         (idle("crashed", 1), "The script ended with exit code 1 before its first training step."),
         (idle("killed", -9), "The script was killed by SIGKILL before its first training step."),
         (

@@ -17,6 +17,7 @@ from fulltilt.recorder.stack_sampler import (
     EARLY_SAMPLE_EVERY_S,
     LATE_NS,
     WEIGHT_OF_EARLIER_S,
+    CallOrder,
     KindWeights,
     StackSampler,
 )
@@ -190,6 +191,43 @@ def test_on_a_gpu_what_torch_does_for_long_is_no_launching_from_its_beginning(
     recorder.intervals.since_ns = began_ns + lasted_ms * 1_000_000
     assert sampler.split() == {key: {kind: pytest.approx(0.02)}}
     assert [told for told, _, _ in recorder.state.lines] == [kind] * 2
+
+
+@pytest.mark.parametrize(("clock", "kind"), [(None, "data_wait"), (object(), "torch")], ids=["CPU", "GPU"])
+def test_what_a_generator_has_torch_do_on_cpus_makes_a_batch(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, clock: object, kind: str
+) -> None:
+    view = StackView("torch", "data.py:3", "augment", None, drawn_from=("train.py:9", "batches", "augment(loader)"))
+    monkeypatch.setattr("fulltilt.recorder.stack_sampler.view_of", lambda *_: view)
+    recorder.clock, recorder.activity, recorder.previous = clock, Activity.USER, Activity.DATA_WAIT
+    recorder.intervals.since_ns = time.perf_counter_ns() + 10**9
+    sampler = StackSampler(recorder)
+    sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+    assert list(sampler.split()[Activity.DATA_WAIT]) == [kind]
+
+
+@pytest.mark.parametrize(("order", "kind"), [("average, model", "host"), ("model, loss", "torch")])
+def test_what_the_loop_computes_before_it_calls_the_model_is_its_own(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, order: str, kind: str
+) -> None:
+    """Without a loader, averaged weights passed for the forward pass; a loss that is a function is part of it."""
+    views = {
+        "average": StackView("torch", "ema.py:3", "update", None, called_at=("train.py:9", "main", "update(model)")),
+        "loss": StackView("torch", "loss.py:3", "dice", None, called_at=("train.py:9", "main", "dice(y, z)")),
+        "model": StackView("torch", "train.py:8", "main", "model(x)", in_model=True),
+    }
+    sampler = StackSampler(recorder)
+    recorder.activity, recorder.previous = Activity.USER, Activity.OPTIMIZER
+    recorder.intervals.comes_next = Activity.BACKWARD
+    for _ in range(CallOrder.ENOUGH):
+        recorder.last_switch_ns = time.perf_counter_ns()
+        for name in order.split(", "):
+            monkeypatch.setattr("fulltilt.recorder.stack_sampler.view_of", lambda *_, view=views[name]: view)
+            sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+    recorder.intervals.since_ns = time.perf_counter_ns()
+    weights = sampler.split()[Activity.OPTIMIZER]
+    assert set(weights) == {"torch", kind}
+    assert weights[kind] == pytest.approx((1 if kind == "host" else 2) * CallOrder.ENOUGH * EARLY_SAMPLE_EVERY_S)
 
 
 @pytest.mark.parametrize(

@@ -235,11 +235,12 @@ def gather(run: Run) -> Evidence:
     wait_share = _ratio(wait_s, ledger.wall_s - ledger.buckets.startup_s)
     rate = ledgers.rate_while_drawing(run)
     delivered = rate / max(len(_training_ranks(run)), 1) if rate is not None else None
+    throughput = ledgers.measure_throughput(run)
     return Evidence(
         run=run,
         ledger=ledger,
-        throughput=ledgers.measure_throughput(run),
-        ceilings=Ceilings(_compute_ceiling(run), _loader_ceilings(run, wait_share, usable_cpus, delivered)),
+        throughput=throughput,
+        ceilings=Ceilings(_compute_ceiling(run, throughput), _loader_ceilings(run, wait_share, usable_cpus, delivered)),
         gpus=summarise_gpus(run),
         host=host,
         ranks=ranks,
@@ -308,7 +309,7 @@ def bound_to_few_cpus(loader: LoaderRecord | None, workers: WorkerRecord | None,
     return workers.cpus < min(int(allowed_cpus), loader.num_workers + 1)
 
 
-def _compute_ceiling(run: Run) -> float | None:
+def _compute_ceiling(run: Run, reached: Throughput) -> float | None:
     """Samples a second if compute never had to wait, summed over ranks; None when a rank was not measured."""
     rates = []
     for rank, spans in _training_ranks(run):
@@ -319,7 +320,7 @@ def _compute_ceiling(run: Run) -> float | None:
         if samples is None or busy_s <= 0:
             return None
         rates.append(samples / busy_s)
-    return sum(rates) if rates else None
+    return max(sum(rates), reached.samples_per_s or 0.0) if rates else None
 
 
 def _loader_ceilings(run: Run, wait_share: float, usable_cpus: float, delivered: float | None) -> float | None:

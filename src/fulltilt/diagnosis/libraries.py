@@ -173,8 +173,8 @@ COSTLY_CALLS = (
     CostlyCall.of(
         r"\bPIL/(ImageFile|\w+ImagePlugin)\.py|\b(torchvision/io|skimage/io|imageio)/|\bcv2?\.im(read|decode)\(",
         "decodes a whole image file for each sample",
-        "store the images once in the size that the training uses, keep the decoded ones (fulltilt.feed), or let JPEG "
-        "decode smaller (image.draft, cv2.IMREAD_REDUCED_COLOR_2)",
+        "store the images once in the size that the training uses, or keep the decoded ones (fulltilt.feed); JPEG "
+        "files can be decoded smaller (image.draft, cv2.IMREAD_REDUCED_COLOR_2)",
     ),
     CostlyCall.of(
         r"\b(decord|torchcodec|av|torchvision/io/video)/|VideoCapture|VideoReader",
@@ -205,8 +205,8 @@ COSTLY_CALLS = (
     ),
     CostlyCall.of(
         r"\b(pickle|joblib|dill)\.loads?\(|\bjoblib/|\btorch\.load\(",
-        "builds all objects of a pickled file for each sample",
-        f"{_MAPPED}, or tensors for torch.load(path, mmap=True)",
+        "unpickles all objects for each sample",
+        f"unpickle once and keep arrays or tensors; for files, {_MAPPED} (tensors: torch.load(path, mmap=True))",
     ),
     CostlyCall.of(
         r"^(?!\S*collate).*(\btransformers/tokenization|\b(tokenizers|sentencepiece|tiktoken)/"

@@ -102,7 +102,7 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
         words += " in the script"
     if template is None:
         return _compute_bound(evidence, finding)
-    most = f"; at most {times(predicted[1])} as fast" if predicted and predicted[1] > 1 else ""
+    most = f"; up to {times(predicted[1])} as fast" if predicted and predicted[1] > 1 else ""
     sentence = template.format(
         share=f"{percent(share)} of the time after start-up",
         fact=finding.evidence[0],
@@ -170,7 +170,7 @@ def _nothing_trained(evidence: Evidence) -> str:
     if (ended := _how_it_ended(run, "the script", "before its first training step")) is not None:
         return capital(ended)
     if not evidence.run.ranks:
-        return "Nothing was recorded: no process of the job trained with torch"
+        return "Nothing was recorded: no process of the job called backward() or an optimizer of torch"
     if backwards:
         return f"No optimizer step was seen, but backward() ran {count('time', backwards)}"
     if batches:

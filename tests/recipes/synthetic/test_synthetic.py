@@ -51,7 +51,7 @@ def test_it_makes_once_and_knows_what_it_made(
     assert run("text", str(folder), "--size", "3", "--seed", "5") == 0
     assert capsys.readouterr().out.startswith(f"Made 3 texts in {folder}")
     assert run("text", str(folder), "--size", "3", "--seed", "5") == 0
-    assert "holds them already" in capsys.readouterr().out
+    assert "has this data already" in capsys.readouterr().out
     assert quick == [(3, 5)]
     assert run("text", str(tmp_path / "one"), "--size", "1") == 0
     assert capsys.readouterr().out.startswith("Made 1 text in ")

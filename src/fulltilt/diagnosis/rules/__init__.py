@@ -14,7 +14,7 @@ from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import Judgement
 from fulltilt.diagnosis.rules import data_loading, gpu, machine, ranks, training_loop
 from fulltilt.diagnosis.rules.live_tuning import as_measured
-from fulltilt.records import Abstention, FindingCode
+from fulltilt.records import Abstention, Finding, FindingCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +78,8 @@ def judge(evidence: Evidence) -> list[Judgement]:
             judgements.append(Abstention(rule.code, lacks))
         elif evidence.on_gpu or not rule.on_gpu:
             judgements.append(as_measured(evidence, rule.judge(evidence)))
-    return judgements
+    # A slow rank's line, as a mean over all ranks, says nothing more.
+    findings = [one for one in judgements if isinstance(one, Finding) and one.where]
+    late = [one.where for one in findings if one.code == "straggler"]
+    repeated = [one for one in findings if one.code == "host_code" and one.where in late]
+    return [one for one in judgements if one not in repeated]

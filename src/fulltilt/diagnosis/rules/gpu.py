@@ -30,9 +30,12 @@ from fulltilt.diagnosis.gpu_summary import (
     vram_used_share,
 )
 from fulltilt.diagnosis.ledger import gpu_step_words
+from fulltilt.diagnosis.libraries import library_of
 from fulltilt.diagnosis.thresholds import THRESHOLDS
-from fulltilt.figures import capital, celsius, count, number, percent, seconds, size, whole
+from fulltilt.figures import brief, capital, celsius, count, number, percent, seconds, size, whole
 from fulltilt.records import Abstention, GpuSummary, HotLine, TransferRecord
+
+MOST_OF_A_CALL = 60
 
 # --------------------------------------------------------------------------- too little work at a time
 
@@ -195,7 +198,9 @@ def padding_waste(evidence: Evidence) -> Judgement:
         fix = (
             f"Pad each batch to its own longest text only (in the collate_fn of the loader{at(loader.where)}), and put "
             "texts of similar length into one batch: sort chunks of some hundred batches by length, and shuffle them. "
-            "With Hugging Face: DataCollatorWithPadding and group_by_length=True."
+            "With Hugging Face: tokenize without padding, take a collator that pads to the batch's longest text "
+            "(DataCollatorWithPadding; DataCollatorForSeq2Seq pads labels, too), and group_by_length=True (since "
+            "transformers 5: train_sampling_strategy='group_by_length')."
         )
     return found(evidence, "padding_waste", cost_s, facts, fix, loader.where, predicted)
 
@@ -255,8 +260,12 @@ def compute_bound(evidence: Evidence) -> Judgement:
 def _starting_at(evidence: Evidence) -> str:
     """The lines from which much of the computing on the CPU starts, without backward; empty where none stands out."""
     compute_s = evidence.buckets.compute_s
-    own = (line for line in evidence.rank.compute_lines if not line.where.startswith("torch/"))
-    much = [line for line in own if line.seconds >= THRESHOLDS.warn_share * compute_s][:3]
+    own = (ln for ln in evidence.rank.compute_lines if not ln.where.startswith("torch/") and library_of(ln) is None)
+    much = [
+        replace(line, call=line.call and brief(line.call, MOST_OF_A_CALL))
+        for line in own
+        if line.seconds >= THRESHOLDS.warn_share * compute_s
+    ][:3]
     words = (f"{call_at(line)} {percent(line.seconds / compute_s)}" for line in much)
     return f" (of which {', '.join(words)})" if much else ""
 

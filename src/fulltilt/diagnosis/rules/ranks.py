@@ -70,8 +70,8 @@ def straggler(evidence: Evidence) -> Judgement:
     record = next((rank for rank in evidence.run.ranks if rank.rank == slowest.rank), evidence.rank)
     lines = sorted(record.host_lines, key=lambda line: -line.seconds) if cause == "host_code_s" else []
     facts += [line_cost(line) for line in lines[:1]]
-    fix = f"Look at {who}: {_ADVICE.get(cause, 'give it as much work as the others')}."
     where = lines[0].where if lines else None
+    fix = f"Look at {who}{at(where)}: {_ADVICE.get(cause, 'give it as much work as the others')}."
     return found(evidence, "straggler", waits_s, facts, fix, where, by_removing(share))
 
 
@@ -125,12 +125,18 @@ def communication_bound(evidence: Evidence) -> Judgement:
         )
     machines = {rank.hostname for rank in evidence.run.ranks}
     facts.append(f"{count('rank', evidence.rank.world_size)} on {count('machine', len(machines))}")
-    fix = _LESS_GATHERING
-    if not sharded:
+    if sharded:
+        fix = _LESS_GATHERING
+    elif record:
         fix = (
             "Exchange less often: accumulate gradients over k batches under model.no_sync() "
             f"(k = 4: {percent(share)} → {percent(share_left(share, 4))}). Or exchange less: model.register_comm_hook("
             "None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook) halves the bytes."
+        )
+    else:
+        fix = (
+            "Exchange less often, in one tensor instead of one call for each parameter, or in bfloat16. "
+            "DistributedDataParallel overlaps the exchange with backward."
         )
     return found(evidence, "communication_bound", exposed_s, facts, fix, None, by_removing(share * 0.75))
 

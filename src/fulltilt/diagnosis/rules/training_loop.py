@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import (
     BUCKET_WORDS,
+    OTHERS_TAKE_CPUS,
     Judgement,
     amdahl,
     at,
@@ -19,6 +20,7 @@ from fulltilt.diagnosis.findings import (
     found,
     gain,
     line_cost,
+    neighbours,
     rarer,
     rewritten,
     share_left,
@@ -42,6 +44,7 @@ def slowing_down(evidence: Evidence) -> Judgement:
         f"{step} took {seconds(slower.early_s)} in the first quarter of the run, {seconds(slower.late_s)} in the last",
         f"{BUCKET_WORDS[slower.bucket]} grew by {seconds(slower.grown_s)} a step, more than anything else",
     ]
+    facts += (others := neighbours(evidence))
     lines: tuple[HotLine, ...] = ()
     if slower.bucket == "host_code_s":
         lines = evidence.rank.growing_lines
@@ -61,6 +64,7 @@ def slowing_down(evidence: Evidence) -> Judgement:
             "Unless the inputs grow on purpose: keep no tensors of earlier steps in the graph (loss.detach()), and "
             "collect no state in forward."
         )
+        fix = f"{OTHERS_TAKE_CPUS} {fix}" if others else fix
         return found(evidence, "slowing_down", slower.lost_s, facts, fix, None, None, "info")
     place = call_at(lines[0]) if lines else BUCKET_WORDS[slower.bucket]
     fix = (
@@ -99,6 +103,10 @@ _FOR_OTHERS = "it waits for another thread or process: make that one faster, or 
 # What to do about a line, by a pattern in its call or function name.
 _ADVICE = (
     (r"\bsleep\(", "remove it, or sleep less"),
+    (
+        r"\btok(enizer)?\(|\btokenizer\.|tokeni[sz]e",
+        "tokenize in the data set or the collate_fn, for workers to do",
+    ),
     (r"\.(join|result|wait|acquire)\(\)", _FOR_OTHERS),
     (r"json|dump|write|\bsave|to_csv", "write every {every} steps, or from a second thread"),
     (r"\bprint\(|logg(er|ing)\b|log_metric|add_(scalar|histogram)|wandb", "log every {every} steps"),
@@ -313,7 +321,7 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     if loader is None:
         fix += " If it generates training data (rollouts, text), run several at once."
     else:
-        fix += " A larger validation batch is faster and changes no result."
+        fix += " Where its compute limits, a larger validation batch is faster and changes no result."
     # After a long start-up a few seconds are a large share, but still little of the job: then it is only a remark.
     small = cost_s < THRESHOLDS.small_validation_share * evidence.ledger.wall_s
     where = loader.where if loader else None

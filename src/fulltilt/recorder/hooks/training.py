@@ -236,8 +236,7 @@ class StepHooks:
 
         Without a loader, the first line that calls it does so once a step.
         """
-        if self._loaders.all:
-            drawn = sum(stats.batches for stats in self._loaders.all)
+        if drawn := sum(stats.batches for stats in self._loaders.all):
             is_next, self._drawn_before = drawn > self._drawn_before, drawn
         else:
             line = users_line()
@@ -271,6 +270,7 @@ class StepHooks:
 
     def _stand_in_for_backward(self) -> None:
         """Count a backward for gradients made otherwise (torch.autograd.grad, torch.func, by hand)."""
+        self._recorder.ensure_started()
         self._trains()
         self._recorder.switch(self._recorder.activity, BackwardBegan())
         self._recorder.switch(self._recorder.activity, BackwardEnded())
