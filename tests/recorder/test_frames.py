@@ -257,8 +257,8 @@ def test_what_a_generator_has_torch_do_is_torchs_and_names_the_generator() -> No
         while True:
             yield torch.nn.functional.interpolate(images, scale_factor=2.0, mode="bilinear")
 
-    made, seen = batches(), looks_at(lambda: next(made), 0.15)
-    drawn = [view.drawn_from for view in seen if view.kind == "torch"]
+    made = batches()
+    drawn = [view.drawn_from for view in looks_at(lambda: next(made), 0.15) if view.kind == "torch"]
     assert sum(from_ is not None for from_ in drawn) > 0.8 * len(drawn) > 0
 
 
