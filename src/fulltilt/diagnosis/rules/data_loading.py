@@ -89,7 +89,8 @@ def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
 
 def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
     if evidence.supply is not None and evidence.supply.waits and plan.advised > evidence.usable_cpus:
-        more = "" if plan.needed <= plan.advised else f"; {plan.needed} would hide all of the wait"
+        fits = f"{plan.advised} is what fits {cpus(evidence.usable_cpus)} beside the training"
+        more = "" if plan.needed <= plan.advised else f"; {plan.needed} would hide all of the wait, but {fits}"
         return f"such workers wait and take hardly any CPU, so there may be more of them than CPUs{more}"
     if plan.crowds:
         return (
