@@ -127,10 +127,10 @@ def test_what_is_on_trial_is_not_in_force(tmp_path: Path) -> None:
     """A run may end at any moment: its record must not name settings that have proven nothing."""
     with tuning(tmp_path, [Knobs(2), Knobs(3)], [True, False]) as one:
         loader = one.trains(DataLoader(Squares(2 * SIZE), batch_size=2))
-        tap = one.session.loaders.of(loader)
+        stats = one.session.loaders.of(loader)
         noted = set()
         for _ in loader:
-            noted.add((one.record.settings.num_workers, tap.record(True).num_workers, tap.serving_workers))
+            noted.add((one.record.settings.num_workers, stats.record(True).num_workers, stats.serving_workers))
         assert one.record.state == "settled"
         assert all(proven == in_force for proven, in_force, _ in noted)
         assert noted == {(0, 0, 0), (0, 0, 2), (2, 2, 2), (2, 2, 3)}

@@ -100,14 +100,14 @@ def test_the_model_is_compiled_before_its_parts(install: Install, monkeypatch: p
 # --------------------------------------------------------------------------- measuring
 
 
-def tap(loader_id: int, batches: int, eval_batches: int = 0) -> Any:
+def stats(loader_id: int, batches: int, eval_batches: int = 0) -> Any:
     counts = {"batches": batches, "eval_batches": eval_batches, "samples": 8 * batches, "counted": True}
     return SimpleNamespace(loader_id=loader_id, wait_s=0.5, described={"num_workers": 2}, **counts)
 
 
 def test_loaders_side_by_side_train_and_only_evaluation_interrupts() -> None:
     """zip(labelled, unlabelled): backward() comes after a batch of the second; such a trial never measured anything."""
-    loaders = [tap(0, batches=20), tap(1, batches=20), tap(2, batches=10, eval_batches=10)]
+    loaders = [stats(0, batches=20), stats(1, batches=20), stats(2, batches=10, eval_batches=10)]
     session: Any = SimpleNamespace(loaders=SimpleNamespace(all=loaders))
     seen = TrialMeasurement(session, torch, Assignment(Settings(), folder=""))._snapshot()
     assert (seen.batches, seen.samples, seen.wait_s, seen.workers) == (40, 320, 1.0, 4)

@@ -45,26 +45,26 @@ class Live(TunedProcess):
         self.tuners: dict[int, LoaderTuner | StreamTuner] = {}
         self._announced: set[int] = set()  # loaders that the other ranks know to be left alone
 
-    def begin(self, loader: Any, tap: LoaderStats, iterate: Callable[[Any], Any]) -> Any:
+    def begin(self, loader: Any, stats: LoaderStats, iterate: Callable[[Any], Any]) -> Any:
         """The iterator of a pass over a loader; ``iterate`` is torch's own ``DataLoader.__iter__``."""
         if os.getpid() != self.session.recorder.pid:
-            return self.session.loaders.start_workers(partial(iterate, loader), tap)
+            return self.session.loaders.start_workers(partial(iterate, loader), stats)
         from fulltilt.tuning.live.streamed import StreamTuner
         from fulltilt.tuning.live.tuner import LoaderTuner
 
-        tuner = self.tuners.get(tap.loader_id)
+        tuner = self.tuners.get(stats.loader_id)
         if tuner is None:
             streams = is_iterable(loader) and not loader.num_workers
-            tuner = self.tuners[tap.loader_id] = (StreamTuner if streams else LoaderTuner)(self, tap)
+            tuner = self.tuners[stats.loader_id] = (StreamTuner if streams else LoaderTuner)(self, stats)
         return tuner.begin(loader, iterate)
 
     def records(self) -> tuple[LiveRecord, ...]:
         """What was done to each training loader; tells the other ranks of those that are left alone."""
-        trains = [tuner for tuner in list(self.tuners.values()) if tuner.tap.trains]
-        for tap, record in ((tuner.tap, tuner.record) for tuner in trains):
-            if record.state == "left_alone" and tap.loader_id not in self._announced:
+        trains = [tuner for tuner in list(self.tuners.values()) if tuner.stats.trains]
+        for stats, record in ((tuner.stats, tuner.record) for tuner in trains):
+            if record.state == "left_alone" and stats.loader_id not in self._announced:
                 with contextlib.suppress(FulltiltError, OSError):
                     if (ranks := self.ranks) is not None:
-                        ranks.write(self.report(tap, 0, Knobs(0), Capacity(0.0), left_alone=record.why))
-                        self._announced.add(tap.loader_id)
+                        ranks.write(self.report(stats, 0, Knobs(0), Capacity(0.0), left_alone=record.why))
+                        self._announced.add(stats.loader_id)
         return tuple(tuner.record for tuner in trains)

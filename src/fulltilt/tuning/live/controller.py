@@ -160,14 +160,14 @@ def most_workers(capacity: Capacity, prefetch: int, limits: LiveLimits = DEFAULT
     return min(bounds)
 
 
-def measure_capacity(session: Session, tap: LoaderStats, other_workers: int, tensors_per_batch: int) -> Capacity:
+def measure_capacity(session: Session, stats: LoaderStats, other_workers: int, tensors_per_batch: int) -> Capacity:
     """What is left for a new pool of this loader."""
-    measured = session.state.workers.get(tap.loader_id)
+    measured = session.state.workers.get(stats.loader_id)
     told_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(int(told_ranks), 1) if told_ranks.isdigit() else 1
     return Capacity(
         cpus=cpu_capacity().usable,
-        cpu_share=_cpu_share(session, tap),
+        cpu_share=_cpu_share(session, stats),
         ranks=ranks,
         cpu_ranks=ranks,
         other_workers=other_workers,
@@ -176,20 +176,20 @@ def measure_capacity(session: Session, tap: LoaderStats, other_workers: int, ten
         if measured
         else None,
         shm_free_bytes=shared_memory_bytes()[1],
-        batch_bytes=tap.batch_bytes,
+        batch_bytes=stats.batch_bytes,
         files_left=_files_left(),
         tensors_per_batch=tensors_per_batch,
         can_pin=_can_pin(session),
     )
 
 
-def _cpu_share(session: Session, tap: LoaderStats) -> float | None:
+def _cpu_share(session: Session, stats: LoaderStats) -> float | None:
     """The share of fetching that uses a CPU or waits for one."""
-    measured = session.state.workers.get(tap.loader_id)
-    workers = measured.record(tap.loader_id) if measured is not None else None
+    measured = session.state.workers.get(stats.loader_id)
+    workers = measured.record(stats.loader_id) if measured is not None else None
     if workers is not None and workers.fetch_s > 0:
         return min((workers.fetch_cpu_s + (workers.cpu_wait_s or 0.0)) / workers.fetch_s, 1.0)
-    return min(tap.timed_cpu_s / tap.timed_wait_s, 1.0) if tap.timed_wait_s else None
+    return min(stats.timed_cpu_s / stats.timed_wait_s, 1.0) if stats.timed_wait_s else None
 
 
 def _files_left() -> int | None:

@@ -58,21 +58,21 @@ class TunedProcess:
             return "this is one of several tasks, and their ranks have no torch process group"
         return None
 
-    def report(self, tap: LoaderStats, batch: int, knobs: Knobs, capacity: Capacity, **what: Any) -> Report:
+    def report(self, stats: LoaderStats, batch: int, knobs: Knobs, capacity: Capacity, **what: Any) -> Report:
         """This rank's report on a loader, which all ranks know by its line and its number among those made there."""
-        place = sum(other.where == tap.where for other in self.session.loaders.all[: tap.loader_id])
+        place = sum(other.where == stats.where for other in self.session.loaders.all[: stats.loader_id])
         cpus = f"{sum(1 << cpu for cpu in allowed_cpus()):x}"
-        return Report(f"{tap.where} {place}", batch, socket.gethostname(), cpus, knobs, capacity, **what)
+        return Report(f"{stats.where} {place}", batch, socket.gethostname(), cpus, knobs, capacity, **what)
 
     def now_s(self) -> float:
         """Seconds since the run began."""
         return time.perf_counter() - self._t0_s
 
-    def capacity(self, tap: LoaderStats, tensors_per_batch: int) -> Capacity:
+    def capacity(self, stats: LoaderStats, tensors_per_batch: int) -> Capacity:
         """What is left for the workers of one loader."""
-        others = (other for other in self.session.loaders.all if other is not tap and other.in_pass)
+        others = (other for other in self.session.loaders.all if other is not stats and other.in_pass)
         workers = sum(other.serving_workers or 0 for other in others)
-        return measure_capacity(self.session, tap, workers, tensors_per_batch)
+        return measure_capacity(self.session, stats, workers, tensors_per_batch)
 
     def write(self, where: str | None, settings: Settings | None) -> None:
         """Write the settings found, for `fulltilt run --settings`; None deletes that file."""

@@ -43,10 +43,12 @@ MOST_ARRIVALS = 4096
 class StreamTuner:
     """Measures a pass without a worker, one with a worker and one without again; keeps what pays."""
 
-    def __init__(self, process: TunedProcess, tap: LoaderStats) -> None:
-        self.tap = tap
+    def __init__(self, process: TunedProcess, stats: LoaderStats) -> None:
+        self.stats = stats
         own = Settings(num_workers=0)
-        self.record = LiveRecord(tap.loader_id, "watching", "a streamed data set is tuned from pass to pass", own, own)
+        self.record = LiveRecord(
+            stats.loader_id, "watching", "a streamed data set is tuned from pass to pass", own, own
+        )
         self._process = process
         self._workers = 0
         self._own: Seen | None = None
@@ -57,11 +59,11 @@ class StreamTuner:
     def begin(self, loader: Any, iterate: Callable[[Any], Any]) -> Any:
         """The iterator of a new pass; ``iterate`` is torch's own ``DataLoader.__iter__``."""
         last = self._last
-        if last is not None and self.record.state in ("watching", "trying") and self.tap.trains:
+        if last is not None and self.record.state in ("watching", "trying") and self.stats.trains:
             self._judge(loader, last, iterate)
         if self._workers:
             loader = _with_a_worker(loader)
-        source = self._process.session.loaders.start_workers(partial(iterate, loader), self.tap)
+        source = self._process.session.loaders.start_workers(partial(iterate, loader), self.stats)
         self._last = StreamPass(source, loader, looks=self.record.state == "watching")
         return self._last
 
@@ -86,11 +88,11 @@ class StreamTuner:
                 self._own = seen
                 move = LiveMove(Settings(num_workers=1), self._process.now_s())
                 self.record = replace(self.record, state="trying", why="trying 1 worker", moves=(move,))
-                self._workers = self.tap.serving_workers = 1
+                self._workers = self.stats.serving_workers = 1
         elif self._tried is None:
             self._tried = seen
             self.record = with_outcome(self.record, "trying", seen)
-            self._workers = self.tap.serving_workers = 0
+            self._workers = self.stats.serving_workers = 0
         else:
             self._end_trial(self._own, self._tried, seen)
 
@@ -104,11 +106,11 @@ class StreamTuner:
         outcome = "it is undecided whether 1 worker pays" if why else f"1 worker {'paid' if paid else 'did not pay'}"
         self._settle("settled", f"{outcome}; more would change the order", int(bool(paid)))
         if paid:
-            self._process.write(self.tap.where, self.record.settings)
+            self._process.write(self.stats.where, self.record.settings)
 
     def _settle(self, state: Literal["settled", "left_alone"], why: str, workers: int) -> None:
-        self._workers = self.tap.serving_workers = workers
-        self.tap.in_force = {"num_workers": workers} if workers else {}
+        self._workers = self.stats.serving_workers = workers
+        self.stats.in_force = {"num_workers": workers} if workers else {}
         self.record = replace(self.record, state=state, why=why, settings=Settings(num_workers=workers))
 
 
@@ -140,7 +142,7 @@ class StreamPass:
     def __iter__(self) -> StreamPass:
         return self
 
-    def __getattr__(self, name: str) -> Any:  # the loader's tap, and scripts, ask torch's iterator
+    def __getattr__(self, name: str) -> Any:  # the loader's timer, and scripts, ask torch's iterator
         return getattr(self._source, name)
 
     def __len__(self) -> int:

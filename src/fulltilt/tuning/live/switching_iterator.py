@@ -78,7 +78,7 @@ class SwitchingIterator:
         return len(sampler_of(self.loader))
 
     @property
-    def _num_workers(self) -> int:  # torch's name: the loader's tap reads it
+    def _num_workers(self) -> int:  # torch's name: the loader's timer reads it
         return self._line[0].knobs.num_workers
 
     def __next__(self) -> Any:

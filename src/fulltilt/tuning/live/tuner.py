@@ -71,8 +71,8 @@ class Phase(Enum):
 class LoaderTuner:
     """Tunes one loader, on the thread that draws, between two batches. ``record`` is for reports."""
 
-    def __init__(self, process: TunedProcess, tap: LoaderStats) -> None:
-        self.tap = tap
+    def __init__(self, process: TunedProcess, stats: LoaderStats) -> None:
+        self.stats = stats
         self.drawn = 0  # batches, over all passes
         self._process = process
         self._limits = process.limits
@@ -100,7 +100,7 @@ class LoaderTuner:
         self._failed: tuple[Knobs, ...] = ()
         self._undecided: tuple[Knobs, ...] = ()  # tried once, undecided whether they pay
         own = self._settings(user)
-        self.record = LiveRecord(self.tap.loader_id, "watching", WATCHED, own, own, cost_s=cost_s)
+        self.record = LiveRecord(self.stats.loader_id, "watching", WATCHED, own, own, cost_s=cost_s)
         self._window.begin(user, self._limits.warm_up_batches)
 
     # ------------------------------------------------------------------ passes
@@ -117,7 +117,7 @@ class LoaderTuner:
         source = self._source()
         goes_on = self._persists and source is not None
         if not goes_on and (self._left_alone or (source is not None and not source.ended)):
-            return self._process.session.loaders.start_workers(partial(iterate, loader), self.tap)
+            return self._process.session.loaders.start_workers(partial(iterate, loader), self.stats)
         if source is None or not goes_on:
             source = SwitchingIterator(self, copy_of(loader))
             self._source, self._persistent = weakref.ref(source), source if self._persists else None
@@ -217,7 +217,7 @@ class LoaderTuner:
 
     def arrived(self, source: SwitchingIterator, arrival: Arrival) -> None:
         """Another batch came."""
-        if self.phase not in (Phase.WATCHING, Phase.TRYING) or not source.is_steady or not self.tap.trains:
+        if self.phase not in (Phase.WATCHING, Phase.TRYING) or not source.is_steady or not self.stats.trains:
             return
         seen = self._window.add(arrival)
         if seen is None:
@@ -248,8 +248,8 @@ class LoaderTuner:
     def _report(self, source: SwitchingIterator, **what: Any) -> None:
         """Act on this report, or, in a job of several ranks, write it for all of them to agree on."""
         tensors = self._check.tensors_per_batch if self._check is not None else 0
-        capacity = self._process.capacity(self.tap, tensors)
-        report = self._process.report(self.tap, self.drawn, self.user, capacity, **what)
+        capacity = self._process.capacity(self.stats, tensors)
+        report = self._process.report(self.stats, self.drawn, self.user, capacity, **what)
         if (ranks := self._process.ranks) is None:
             self._act(source, report)
             return
@@ -332,7 +332,7 @@ class LoaderTuner:
         self._note("trying", f"trying {loader_settings(*knobs)}", moves=(*self.record.moves, move))
         self.phase, self._is_trying = Phase.TRYING, True
         self._window.begin(knobs, knobs.num_workers * knobs.prefetch_factor, self._to_beat.batches_per_s)
-        self.tap.serving_workers = knobs.num_workers
+        self.stats.serving_workers = knobs.num_workers
         source.hand_over(self._pool_in_force(source))
 
     @property
@@ -362,7 +362,7 @@ class LoaderTuner:
             self.record = with_outcome(self.record, "kept", trial)
             figures = {"batches_per_s": now.batches_per_s, "wait_share": now.wait_share}
             self._note("watching", f"{tried} paid", settings=self._settings(trial.knobs), **figures)
-            self._process.write(self.tap.where, self.record.settings)
+            self._process.write(self.stats.where, self.record.settings)
             self._note_in_force()
         else:
             why = None if paid is False else pace_changed(before, again)
@@ -381,7 +381,7 @@ class LoaderTuner:
         start_s = self._limits.spawn_s if starts_slowly(source.loader) else self._limits.batch_s
         patience_s = math.ceil(max(start_s, self._limits.batch_times * batch_s))
         meter = (
-            partial(self._process.session.loaders.start_workers, stats=self.tap) if metered else lambda start: start()
+            partial(self._process.session.loaders.start_workers, stats=self.stats) if metered else lambda start: start()
         )
         own = knobs == self.user and metered
         return LoaderPool(source.loader, knobs, generator, self._iterate, meter, None if own else patience_s)
@@ -425,7 +425,7 @@ class LoaderTuner:
         self._note("settled", f"an internal error ended tuning ({short(error)})")
         with contextlib.suppress(Exception):
             if (ranks := self._process.ranks) is not None:
-                ranks.write(self._process.report(self.tap, 0, self.user, Capacity(0.0), left_alone=self.record.why))
+                ranks.write(self._process.report(self.stats, 0, self.user, Capacity(0.0), left_alone=self.record.why))
 
     def leave_alone(self, why: str) -> None:
         """Return to the script's own settings for good."""
@@ -437,8 +437,8 @@ class LoaderTuner:
         found_others = self.record.settings != self.record.before
         self._note("left_alone", why, settings=self.record.before)
         if found_others:
-            self._process.write(self.tap.where, None)
-        self.tap.in_force, self.tap.serving_workers = {}, None
+            self._process.write(self.stats.where, None)
+        self.stats.in_force, self.stats.serving_workers = {}, None
 
     # ------------------------------------------------------------------ what reports read
 
@@ -453,9 +453,9 @@ class LoaderTuner:
 
     def _note_in_force(self) -> None:
         settings = self._settings(self.in_force)
-        self.tap.in_force = {name: getattr(settings, name) for name in LOADER_SETTINGS}
-        self.tap.in_force["persistent_workers"] = bool(settings.persistent_workers)
-        self.tap.serving_workers = self.in_force.num_workers
+        self.stats.in_force = {name: getattr(settings, name) for name in LOADER_SETTINGS}
+        self.stats.in_force["persistent_workers"] = bool(settings.persistent_workers)
+        self.stats.serving_workers = self.in_force.num_workers
 
     def _note(self, state: str, why: str, **more: Any) -> None:
         self.record = replace(self.record, state=state, why=why, **more)  # type: ignore[arg-type]

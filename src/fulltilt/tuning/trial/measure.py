@@ -172,26 +172,26 @@ class TrialMeasurement:
             self._pending.pop(0)
             self._blocks.append(block_between(began, ended))
 
-    def _begin_pass(self, loader: Any, tap: LoaderStats, iterate: Callable[[Any], Any]) -> Any:
+    def _begin_pass(self, loader: Any, stats: LoaderStats, iterate: Callable[[Any], Any]) -> Any:
         """The hook of live tuning: keeps torch's own iterator of each pass, to ask for the length of its queue."""
-        source = self._session.loaders.start_workers(functools.partial(iterate, loader), tap)
+        source = self._session.loaders.start_workers(functools.partial(iterate, loader), stats)
         with contextlib.suppress(TypeError):
-            self._sources[tap.loader_id] = weakref.ref(source)
+            self._sources[stats.loader_id] = weakref.ref(source)
         return source
 
     def _snapshot(self) -> StepSnapshot:
         loaders = self._session.loaders.all
-        trained = [tap for tap in loaders if tap.batches > tap.eval_batches]
-        sources = (self._sources.get(tap.loader_id, lambda: None)() for tap in trained)
+        trained = [stats for stats in loaders if stats.batches > stats.eval_batches]
+        sources = (self._sources.get(stats.loader_id, lambda: None)() for stats in trained)
         return StepSnapshot(
             host_s=time.perf_counter(),
             steps=self._steps,
-            batches=sum(tap.batches for tap in trained),
-            samples=sum(tap.samples if tap.counted else tap.batches for tap in trained),
-            wait_s=sum(tap.wait_s for tap in trained),
-            interruptions=sum(tap.eval_batches for tap in loaders) + self._saves.count,
-            workers=sum(_workers(tap) for tap in trained),
-            queue_batches=sum(_workers(tap) * int(tap.described.get("prefetch_factor") or 2) for tap in trained),
+            batches=sum(stats.batches for stats in trained),
+            samples=sum(stats.samples if stats.counted else stats.batches for stats in trained),
+            wait_s=sum(stats.wait_s for stats in trained),
+            interruptions=sum(stats.eval_batches for stats in loaders) + self._saves.count,
+            workers=sum(_workers(stats) for stats in trained),
+            queue_batches=sum(_workers(stats) * int(stats.described.get("prefetch_factor") or 2) for stats in trained),
             ready=sum(ready_batches(source) for source in sources),
         )
 
@@ -242,8 +242,8 @@ class TrialMeasurement:
         store.write_json(Path(self._assignment.folder) / ANSWER_FILE, answer)
 
 
-def _workers(tap: LoaderStats) -> int:
-    return int(tap.described.get("num_workers") or 0)
+def _workers(stats: LoaderStats) -> int:
+    return int(stats.described.get("num_workers") or 0)
 
 
 # --------------------------------------------------------------------------- checkpoints
