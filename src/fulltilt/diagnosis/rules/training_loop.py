@@ -224,12 +224,12 @@ def recompiling(evidence: Evidence) -> Judgement:
     record = evidence.rank.compile
     lines = record.recompile_lines if record else ()
     again_s = sum(line.seconds for line in lines)
-    # The ledger counts compiling as start-up, so it is not part of the time after it.
-    share = again_s / (evidence.active_s + again_s) if again_s > 0 else 0.0
+    since_first_s = evidence.active_s + again_s  # the ledger counts all compiling as start-up
+    share = again_s / since_first_s if again_s > 0 else 0.0
     if record is None or share < THRESHOLDS.recompiling_share:
         return None
     facts = [
-        f"{count('recompilation', record.recompiles)} took {seconds(again_s)}, {percent(share)} of the time after the "
+        f"{count('recompilation', record.recompiles)} took {seconds(again_s)} of the {seconds(since_first_s)} since the "
         "first step",
         *(f"{seconds(line.seconds)} in {line.function}, {line.where}: {line.call}" for line in lines[:3]),
     ]
