@@ -6,10 +6,12 @@ None was not measured and reads ``–``. Figures have three significant digits: 
 from __future__ import annotations
 
 import re
+import signal
 import unicodedata
 from collections.abc import Sequence
 
 NOT_MEASURED = "–"
+SIGNALS = {one.value: one.name for one in signal.Signals}
 _UNITS_S = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 

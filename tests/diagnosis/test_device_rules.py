@@ -238,6 +238,8 @@ def test_older_gpus_get_float16_with_a_scaler_or_nothing() -> None:
     t4 = found(precision_unused(gather(on_gpu({"name": "Tesla T4"}, precision=FP32))))
     assert 'dtype=torch.float16) with torch.amp.GradScaler("cuda")' in t4.fix
     assert precision_unused(gather(on_gpu({"name": "Tesla P100-PCIE-16GB"}, precision=FP32))) is None
+    ada = found(precision_unused(gather(on_gpu({"name": "NVIDIA RTX 2000 Ada Generation"}, precision=FP32))))
+    assert "bfloat16" in ada.fix
 
 
 def test_autocast_half_parameters_and_starved_gpus_are_left_alone() -> None:

@@ -70,8 +70,18 @@ def test_reached_and_unknown() -> None:
 def test_any_history_gives_an_answer(values: list[float], target: float, mode: str) -> None:
     found = forecast(list(enumerate(values)), target, 60.0, mode)  # type: ignore[arg-type]
     assert found.sentence
+    parts_of_epochs = [(number * 1e-4, value) for number, value in enumerate(values)]
+    assert forecast(parts_of_epochs, target, 60.0, mode).sentence  # type: ignore[arg-type]
     if found.epochs is not None:
         assert 0 <= found.epochs[0] <= found.epochs[1]
+
+
+def test_the_forecast_is_the_same_in_finer_epochs() -> None:
+    """As in a log with a line every few steps of a long epoch."""
+    history = approach(0.9, 0.8, 10)
+    coarse, fine = forecast(history, 0.87), forecast([(epoch * 1e-4, value) for epoch, value in history], 0.87)
+    assert coarse.epochs is not None
+    assert fine.epochs == pytest.approx([end * 1e-4 for end in coarse.epochs])
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ def test_recompilations_that_cost_much_are_told_with_their_reason() -> None:
     finding = found(recompiling(gather(run)))
     assert (finding.share, finding.severity, finding.where) == (pytest.approx(0.1), "warn", "net.py:12")
     assert finding.evidence[:2] == (
-        "9 recompilations took 10 s of the 100 s since the first step",
+        "9 recompilations took 10 s of the 1 min 40 s since the first step",
         "8 s in forward, net.py:12: 7 times: size mismatch",
     )
     assert "torch.compile(model, dynamic=True)" in finding.fix

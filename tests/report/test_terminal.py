@@ -147,6 +147,10 @@ def test_parts_fill_the_bar_in_proportion(lengths, width):
         assert abs(bar.count(entry.pattern) - length / sum(lengths) * width) <= 1
 
 
+def test_a_run_that_has_just_begun_has_an_empty_bar():
+    assert not ledger_bar([(LegendEntry("a", "#000000", "", "a"), 0.0)], 80, colour=False)
+
+
 def test_lines_of_loading_without_workers_are_not_said_to_be_theirs():
     staffed = examples.starved()[0].ranks[0]
     alone = replace(staffed, loaders=tuple(replace(loader, num_workers=0) for loader in staffed.loaders))

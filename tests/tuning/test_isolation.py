@@ -187,9 +187,12 @@ def test_a_killed_trial_takes_all_its_processes_with_it(kept_apart: Isolation, t
         time.sleep(0.02)
     below = descendants(process.pid)
     assert below
+    other = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
     kill_descendants(process.pid)
     process.kill()
     process.wait()
+    assert other.wait() == 7, "it is not one of the trial's"
     while any(_runs(pid) for pid in below) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(map(_runs, below))

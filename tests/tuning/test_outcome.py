@@ -49,6 +49,8 @@ HINT = "tip: on CUDA out of memory errors lower --batch\nTraceback (most recent 
         (Ended(1, None, 3.0, "x\nValueError: no such file\n"), None, "crashed", "ValueError: no such file"),
         (Ended(-11, None, 3.0, ""), None, "crashed", "ended by SIGSEGV"),
         (Ended(7, None, 3.0, "usage\nno data\n"), None, "crashed", "ended with exit code 7: no data"),
+        (Ended(255, None, 3.0, ""), None, "crashed", "ended with exit code 255"),
+        (Ended(-127, None, 3.0, ""), None, "crashed", "ended with exit code -127"),  # no signal has that number
         (Ended(2, None, 3.0, "no option\n  Try: --help\n\n"), None, "crashed", "ended with exit code 2: no option"),
         (Ended(2, None, 3.0, "  indented\n"), None, "crashed", "ended with exit code 2: indented"),
         (Ended(-9, "time", 60.0, ""), None, "timed_out", "stopped after 60 s"),

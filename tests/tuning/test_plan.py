@@ -227,7 +227,7 @@ def test_one_step_tells_no_speed(steps: int, lack: str) -> None:
         ("4070", ["RTX 4070"]),
         ("RTX 4070Ti", ["RTX 4070 Ti"]),
         ("A6000", ["RTX A6000"]),
-        ("v100", ["Tesla V100"]),
+        ("v100", ["Tesla V100 16GB", "Tesla V100 32GB"]),
         ("A100", ["A100 40GB", "A100 80GB"]),
         ("NVIDIA A100-SXM4-80GB", ["A100 80GB"]),
         ("A10", ["A10"]),

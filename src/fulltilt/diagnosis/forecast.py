@@ -61,8 +61,8 @@ def forecast(
     soonest = max(missing / (rate + 2.0 * error), 0.0)
     latest = max(missing / max(rate - 2.0 * error, 1e-12), soonest)
     if limit is not None:
-        end, share = limit
-        latest = max(latest, math.log((end - goal) / max(end - level, 1e-300)) / math.log(share))
+        end, decay = limit
+        latest = max(latest, math.log(max(end - level, 1e-300) / (end - goal)) / decay)
     hours = None if epoch_s is None else (soonest * epoch_s / 3600.0, latest * epoch_s / 3600.0)
     sentence = f"{shown}: the target {target:g} in {_epochs(soonest, latest)}"
     if hours is not None:
@@ -91,9 +91,9 @@ def _line(points: list[tuple[float, float]]) -> tuple[float, float, float]:
 
 
 def _limit(points: list[tuple[float, float]]) -> tuple[float, float] | None:
-    """The limit of ``y = limit − gap · share^x`` and the share of the gap that an epoch leaves; None without one.
+    """The limit of ``y = limit − gap · exp(−decay · x)`` and its decay; None without one.
 
-    The slopes of the first and second half give the share: they shrink geometrically on the way to a limit.
+    The slopes of the first and second half give the decay: they shrink geometrically on the way to a limit.
     """
     if len(points) < 4:
         return None
@@ -104,7 +104,7 @@ def _limit(points: list[tuple[float, float]]) -> tuple[float, float] | None:
     if early <= 0 or late <= 0 or late >= early - 2.0 * math.hypot(early_error, late_error):
         return None
     middle = [sum(x for x, _ in part) / len(part) for part in (first, second)]
-    share = (late / early) ** (1.0 / (middle[1] - middle[0]))
-    gap = late / -math.log(share)  # the slope of the law at the second half's middle is gap · −ln(share)
+    decay = math.log(early / late) / (middle[1] - middle[0])
+    gap = late / decay  # the slope at the second half's middle is gap · decay
     centre = sum(y for _, y in second) / len(second)
-    return centre + gap, share
+    return centre + gap, decay

@@ -10,7 +10,7 @@ from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
 from fulltilt.diagnosis.rules.live_tuning import changes, live_words
 from fulltilt.diagnosis.stragglers import Standstill, standstill
 from fulltilt.diagnosis.thresholds import THRESHOLDS
-from fulltilt.figures import capital, count, number, percent, seconds, speedup, times
+from fulltilt.figures import SIGNALS, capital, count, number, percent, seconds, speedup, times
 from fulltilt.records import BUCKETS, Finding, RankRecord, Run, RunRecord, Verdict
 
 
@@ -246,4 +246,4 @@ def _by_signal(record: RunRecord) -> str:
     number = -code if code < 0 else code - 128  # a shell reports 128 plus the signal
     if number == signal.SIGKILL and record.oom_kills:
         return " by the kernel for lack of memory (SIGKILL)"
-    return f" by {signal.Signals(number).name}" if number in set(signal.Signals) else ""
+    return f" by {SIGNALS[number]}" if number in SIGNALS else ""

@@ -38,7 +38,7 @@ def ledger_bar(parts: Sequence[tuple[LegendEntry, float]], width: int, colour: b
     """One line in which each part takes its share of ``width`` characters."""
     bar = Text(no_wrap=True)
     total, reached = sum(length for _, length in parts), 0.0
-    for entry, length in parts:
+    for entry, length in parts if total else ():
         character, style = fill(entry, colour)
         reached += length
         bar.append(character * (round(reached / total * width) - bar.cell_len), style)

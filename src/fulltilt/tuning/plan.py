@@ -316,7 +316,7 @@ _GPUS: dict[float, tuple[str, ...]] = {
     11: ("RTX 2080 Ti",),
     12: ("RTX 3060", "RTX 4070", "RTX 4070 Ti"),
     15: ("Tesla T4",),
-    16: ("Tesla P100", "Tesla V100", "RTX 4080", "RTX 5070 Ti", "RTX 5080"),
+    16: ("Tesla P100", "Tesla V100 16GB", "RTX 4080", "RTX 5070 Ti", "RTX 5080"),
     22.5: ("A10", "A10G", "L4"),
     24: ("RTX 3090", "RTX 4090"),
     32: ("Tesla V100 32GB", "RTX 5090"),

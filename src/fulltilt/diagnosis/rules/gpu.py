@@ -80,7 +80,7 @@ def batch_too_small(evidence: Evidence) -> Judgement:
 # --------------------------------------------------------------------------- slow arithmetic
 
 # GPUs before Ampere by parts of their names: those with fp16 tensor cores alone, and those with none.
-_FP16_ONLY = ("T4", "V100", "TITAN V", "RTX 20", "TITAN RTX", "Quadro RTX")
+_FP16_ONLY = ("T4", "V100", "TITAN V", "RTX 2060", "RTX 2070", "RTX 2080", "TITAN RTX", "Quadro RTX")
 _NO_TENSOR_CORES = ("P100", "P40", "P4 ", "K80", "M60", "GTX", "MX")
 
 

@@ -229,8 +229,8 @@ def recompiling(evidence: Evidence) -> Judgement:
     if record is None or share < THRESHOLDS.recompiling_share:
         return None
     facts = [
-        f"{count('recompilation', record.recompiles)} took {seconds(again_s)} of the {seconds(since_first_s)} since the "
-        "first step",
+        f"{count('recompilation', record.recompiles)} took {seconds(again_s)} of the {seconds(since_first_s)} since "
+        "the first step",
         *(f"{seconds(line.seconds)} in {line.function}, {line.where}: {line.call}" for line in lines[:3]),
     ]
     fix = (

@@ -35,7 +35,7 @@ SENTENCES = {
     "namespace": "trials change none of your files: all that they write goes to a scratch folder (overlayfs)",
     "landlock": (
         "trials can write to their scratch folder only (Landlock): torch.save, safetensors and save_pretrained are "
-        "redirected there, any other write fails"
+        "redirected there, any other write fails, but not a change of a file's mode or time"
     ),
     "none": "trials run in place (--in-place): they really write, overwrite and delete your files",
 }
@@ -82,7 +82,8 @@ class Isolation:
         plan = {**asdict(self), "scratch": str(scratch), "study": os.getpid(), "cwd": str(Path.cwd())}
         plan["writable"] = [str(folder.resolve()) for folder in writable]
         plan["temporary"] = [str(folder.resolve()) for folder in (scratch, *temporary)]
-        plan["needed"] = sorted(self._needed([Path.cwd(), Path.home(), *_named_in(command)]))
+        home = Path(os.path.expanduser("~"))  # as it is where there is none
+        plan["needed"] = sorted(self._needed([Path.cwd(), home, *_named_in(command)]))
         return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), json.dumps(plan), *command]
 
     def _needed(self, places: Sequence[Path]) -> set[str]:
@@ -202,8 +203,8 @@ def kill_descendants(pid: int) -> None:
             with contextlib.suppress(OSError):
                 os.kill(each, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            while pid == os.getpid() and os.waitpid(-1, os.WNOHANG)[0]:
+                pass  # its orphans; in another process these would be children that somebody waits for
 
 
 # --------------------------------------------------------------------------- inside the trial's process

@@ -8,6 +8,7 @@ from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence, gather
 from fulltilt.diagnosis.libraries import beside_training, loader_call
+from fulltilt.figures import SIGNALS
 from fulltilt.records import LoaderRecord, Run, Settings, Trial
 from fulltilt.tuning.space import LOADER_SETTINGS, Attempt, is_loader_only
 from fulltilt.tuning.trial.run_trial import Ended
@@ -181,8 +182,8 @@ def last_exception(tail: str) -> str | None:
 
 
 def _how_it_ended(status: int, tail: str) -> str:
-    if status < 0:
-        return f"ended by {signal.Signals(-status).name}"
+    if -status in SIGNALS:
+        return f"ended by {SIGNALS[-status]}"
     # Errors of Fulltilt have an indented remedy below them.
     lines = [line for line in tail.split("\n") if line.strip()]
     last = next((line.strip() for line in reversed(lines) if not line[0].isspace()), lines[-1].strip() if lines else "")

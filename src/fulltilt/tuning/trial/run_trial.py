@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from fulltilt import store
+from fulltilt.figures import SIGNALS
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.host import HostProbe
 from fulltilt.probes.sampler import Sampler
@@ -97,7 +98,8 @@ def run_trial(
         writer.close()
         remove_scratch(scratch)
     wall_s = (time.perf_counter_ns() - t0_ns) * 1e-9
-    status = process.returncode if process.returncode <= 128 else 128 - process.returncode
+    code = process.returncode
+    status = 128 - code if code - 128 in SIGNALS else code
     state: Literal["done", "crashed", "killed"] = "done" if status == 0 else "killed" if status < 0 else "crashed"
     store.write_json(folder / store.RUN_FILE, replace(record, state=state, wall_s=wall_s, exit_code=status))
     return Ended(status, stopped_for, wall_s, _tail(folder / OUTPUT_FILE), isolation.kind != "none")
