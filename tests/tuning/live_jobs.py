@@ -117,8 +117,8 @@ def tuning(
 begin = BatchCheck.begin
 
 
-def _begin_and_wait(check: BatchCheck, make: Any) -> None:
-    begin(check, make)
+def _begin_and_wait(check: BatchCheck, loader: Any, make: Any) -> None:
+    begin(check, loader, make)
     if check.thread is not None:
         check.thread.join(60)
         assert check.verdict is not None

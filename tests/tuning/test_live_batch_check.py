@@ -13,15 +13,16 @@ import zipfile
 from collections.abc import Callable, Iterator, KeysView, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from fulltilt.tuning.live.batch_check import BatchCheck, Pickled
+from fulltilt.tuning.live.batch_check import AttributeWatch, BatchCheck, Pickled
 
 # Outside of the data sets: what their code uses counts as well.
 READ: list[TextIO] = []
@@ -91,14 +92,15 @@ class SameInWorkers:
 
 
 def verdict_of(dataset: Any, collate: Any = default_collate) -> str | None:
-    check = BatchCheck(dataset, collate, serial=True)
+    check = BatchCheck(serial=True)
+    loader = DataLoader(dataset, collate_fn=collate)
     index = 0
     while check.is_collecting:
-        check.about_to_fetch()
+        check.about_to_fetch(loader)
         check.fetched([index], collate([dataset[index]]))
         index += 1
     if check.verdict is None:
-        check.begin(lambda _: SameInWorkers(lambda indices: collate([dataset[indices[0]]])))  # type: ignore[arg-type, return-value]
+        check.begin(loader, lambda _: SameInWorkers(lambda indices: collate([dataset[indices[0]]])))  # type: ignore[arg-type, return-value]
         if check.thread is not None:
             check.thread.join()
     return check.verdict
@@ -165,6 +167,59 @@ def test_connections_files_and_threads_would_not_work_in_a_worker(what: str, tmp
     verdict = str(verdict_of(Holding(NOT_SHARED[what](tmp_path))))
     assert "holds what a worker cannot share" in verdict
     assert what in verdict
+
+
+class LetsGo(Holding):
+    """Hands over no handle: a worker opens its own."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.held.clear()
+        return vars(self)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(self.held[0] + index)
+
+
+def test_no_code_of_a_data_set_runs_to_look_at_it() -> None:
+    assert verdict_of(LetsGo([1])) == BatchCheck.SAME
+
+
+class Curriculum(Holding):
+    level = 0
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(held)
+        self.cut, self.sizes, self.seen = 1000, [1], [torch.zeros(3)]
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(self.cut + index + len(NOTED) + self.held.size)
+
+
+def shrink(data: Any) -> None:
+    data.held.size = 64
+
+
+CHANGES: dict[str, tuple[str | None, Callable[[Any], object]]] = {
+    "an attribute": ("cut", lambda data: setattr(data, "cut", 2000)),
+    "one that is new": ("later", lambda data: setattr(data, "later", 0)),
+    "one of what it holds": ("size", shrink),
+    "one of its class": ("level", lambda data: setattr(type(data), "level", data.level + 1)),
+    "a list that grows": ("sizes", lambda data: data.sizes.append(2)),
+    "a global that it reads": ("NOTED", lambda _: NOTED.append(1)),
+    "a global that it does not read": (None, lambda _: globals().update(OTHER=1)),
+    "the same number again": (None, lambda data: setattr(data, "cut", int("1000"))),
+    "nothing": (None, lambda _: None),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_the_script_assigns_in_its_data_set_is_seen(what: str) -> None:
+    data = Curriculum(SimpleNamespace(size=32, itself=None))
+    data.held.itself = data
+    watch = AttributeWatch(data)
+    name, change = CHANGES[what]
+    change(data)
+    assert watch.changed() == name
 
 
 def test_a_store_that_grows_is_a_reason_against_workers() -> None:

@@ -231,7 +231,7 @@ def test_a_trial_that_fails_here_is_over_on_all_ranks(tmp_path: Path) -> None:
         for _ in loader:
             if one.record.state == "trying" and one.source.is_steady and not killed:
                 killed = True
-                for worker in one.source.pool._iterator._workers:
+                for worker in one.source.pool.iterator._workers:
                     worker.kill()
                     worker.join()
             if pair.is_waiting and one.tuner._reported > answered:

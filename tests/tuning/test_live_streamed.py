@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import signal
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fulltilt import store
-from tests.tuning.live_jobs import tuning
+from tests.tuning.live_jobs import HASTY, tuning
 
 SAMPLES = 40
 
@@ -153,6 +158,58 @@ def test_passes_that_begin_differently_are_left_alone(tmp_path: Path) -> None:
         assert passes_of(one.trains(DataLoader(Draws(), batch_size=4))) == expected
         assert one.record.state == "left_alone"
         assert "begin with different batches" in one.record.why
+
+
+class FailsInAWorker(Stream):
+    """From ``since`` on, in its own way."""
+
+    def __init__(self, how: str, since: int) -> None:
+        self.how, self.since = how, since
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            if get_worker_info() is not None and number >= self.since:
+                if self.how == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if self.how == "hangs":
+                    time.sleep(60)
+                raise ValueError("only here")
+            yield number
+
+
+@pytest.mark.parametrize("since", [0, 30])
+@pytest.mark.parametrize("how", ["dies", "raises", "hangs"])
+def test_where_a_worker_fails_the_training_process_goes_on(how: str, since: int, tmp_path: Path) -> None:
+    with tuning(tmp_path, [], [True], limits=replace(HASTY, batch_s=1.0)) as one:
+        loader = one.trains(DataLoader(FailsInAWorker(how, since), batch_size=4))
+        assert passes_of(loader, 5) == [list(range(SAMPLES))] * 5
+        assert one.record.state == "left_alone"
+        assert ("1 worker failed" if since else "a worker cannot make its batches") in one.record.why
+        assert [move.outcome for move in one.record.moves] == (["failed"] if since else [])
+
+
+def test_a_data_set_goes_with_its_loader(tmp_path: Path) -> None:
+    with tuning(tmp_path, [], [True]) as one:
+        loader: Any = one.trains(DataLoader(Stream(), batch_size=4))
+        data = weakref.ref(loader.dataset)
+        passes_of(loader, 5)
+        assert one.record.settings.num_workers == 1
+        del loader
+        gc.collect()
+        deadline_s = time.monotonic() + 20  # the worker ends on another thread
+        while data() is not None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert data() is None
+
+
+def test_where_open_files_are_not_known_a_stream_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> Any:
+        raise psutil.AccessDenied(1)
+
+    monkeypatch.setattr("fulltilt.tuning.live.streamed.file_positions", refused)
+    with tuning(tmp_path, []) as one:
+        assert passes_of(one.trains(DataLoader(Stream(), batch_size=4))) == [list(range(SAMPLES))] * 4
+        assert "its open files are not known" in one.record.why
 
 
 def test_what_comes_out_different_in_a_worker_is_left_alone(tmp_path: Path) -> None:

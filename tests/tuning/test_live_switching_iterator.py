@@ -277,7 +277,7 @@ def test_workers_end_though_a_traceback_holds_what_they_made_batches_for(tmp_pat
         for _ in one.trains(DataLoader(Squares(SIZE), batch_size=2)):
             pool = one.source.pool
             if workers is None and pool.knobs.num_workers and pool.is_serving:
-                held, workers = pool._iterator, pool._iterator._workers
+                held, workers = pool.iterator, pool.iterator._workers
         assert held is not None
         # Not worker.join: of two threads that wait for a process, one may see it alive when the other has reaped it.
         for thread in threading.enumerate():

@@ -10,6 +10,8 @@ import random
 import re
 import signal
 import time
+import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from fulltilt import store
 from fulltilt.records import Settings
@@ -40,7 +43,7 @@ def drawn_from(loader: Any) -> list[Any]:
 
 
 def kill_workers(one: Tuning) -> None:
-    for worker in one.source.pool._iterator._workers:
+    for worker in one.source.pool.iterator._workers:
         worker.kill()
         worker.join()
 
@@ -252,6 +255,70 @@ def test_a_data_set_changed_between_passes_is_seen_by_the_next(workers: int, tmp
         for data.scale in (1.0, 3.0, 4.0):
             assert [flat(batch)[0][1][0] for batch in loader] == [data.scale * index for index in range(1, SIZE, 2)]
         assert one.record.settings.num_workers == 3
+
+
+def test_a_data_set_changed_during_a_pass_has_its_effect_at_once(tmp_path: Path) -> None:
+    """As without workers: batches that they have made before are made again."""
+    data, tuned = Scaled(SIZE), 0
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        for count, (scaled, indices) in enumerate(one.trains(DataLoader(data, batch_size=2))):
+            assert flat(scaled)[1][0] == data.scale * indices[1]
+            tuned += one.source.pool.knobs.num_workers > 0
+            data.scale = 3.0 if count > 12 else 1.0
+        assert tuned
+        assert one.record.why == ("the script changes its data set during a pass (scale), which workers would not see")
+        assert one.record.settings.num_workers == 0
+
+
+@pytest.mark.parametrize("persist", [False, True])
+def test_loaders_of_one_line_are_drawn_side_by_side(persist: bool, tmp_path: Path) -> None:
+    """Continual learning: the second is made after a pass over the first."""
+    loaders, drawn = [], []
+    with tuning(tmp_path, []) as one:
+        for _ in range(2):
+            loader = DataLoader(Squares(SIZE), batch_size=2, num_workers=1, persistent_workers=persist)
+            loaders.append(one.trains(loader))
+            assert drawn_from(loader) == plain()
+        drawn = [(flat(first), flat(second)) for first, second in zip(*loaders, strict=True)]
+        assert drawn == list(zip(plain(), plain(), strict=True))
+        assert [drawn_from(loader) for loader in loaders] == [plain(), plain()]
+
+
+def test_a_data_set_goes_with_its_loader(tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        loader: Any = one.trains(DataLoader(Squares(SIZE), batch_size=2))
+        data = weakref.ref(loader.dataset)
+        assert drawn_from(loader) == plain()
+        assert [move.outcome for move in one.record.moves] == ["kept"]
+        del loader
+        gc.collect()
+        deadline_s = time.monotonic() + 20  # workers end on another thread
+        while data() is not None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert data() is None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_script_sees_an_iterator_of_torchs(workers: int, tmp_path: Path) -> None:
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        passing: Any = iter(one.trains(DataLoader(Squares(SIZE), batch_size=2, num_workers=workers)))
+        next(passing)
+        assert isinstance(passing, _BaseDataLoaderIter)
+        assert isinstance(passing, _MultiProcessingDataLoaderIter) == bool(workers)
+        assert len(passing._dataset) == SIZE
+        assert not hasattr(passing, "no_such_name")
+        passing._shutdown_workers()
+
+
+def test_pools_leave_warnings_as_they_were(tmp_path: Path) -> None:
+    """A change of the filters would show every warning again that Python shows once for a line."""
+    noted: dict[Any, Any] = {}
+    with tuning(tmp_path, [Knobs(3)]) as one, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in one.trains(DataLoader(Squares(SIZE), batch_size=2)):
+            warnings.warn_explicit("once, please", UserWarning, "job.py", 1, registry=noted)
+        assert [move.outcome for move in one.record.moves] == ["kept"]
+    assert [str(each.message) for each in seen] == ["once, please"]
 
 
 def test_workers_that_persist_keep_the_data_set_they_started_with(tmp_path: Path) -> None:

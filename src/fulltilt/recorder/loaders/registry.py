@@ -423,7 +423,7 @@ class TimedIterator(BatchTimer):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # isinstance() answers as it would without us
-        return type(self.source)
+        return self.source.__class__
 
     def __iter__(self) -> TimedIterator:
         return self

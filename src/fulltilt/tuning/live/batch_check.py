@@ -20,7 +20,9 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import psutil
@@ -64,12 +66,11 @@ class BatchCheck:
 
     SAME, RANDOM = "same", "random"
 
-    def __init__(self, dataset: Any, collate: Any, serial: bool) -> None:
+    def __init__(self, serial: bool) -> None:
         self.verdict: str | None = None
         self.tensors_per_batch = 0
         self.draws_from_torch = False  # from torch's global generator, which may also shuffle
         self.thread: threading.Thread | None = None  # compares what workers make
-        self._makers = (dataset, collate)
         self._serial = serial
         self._wanted: list[tuple[Any, bytes]] = []
         self._is_random = False
@@ -91,11 +92,11 @@ class BatchCheck:
         if self.thread is None:
             self._wanted, self._state = [], None
 
-    def about_to_fetch(self) -> None:
+    def about_to_fetch(self, loader: Any) -> None:
         """Called before the script's next batch is made."""
         if self._serial:
             if self._state is None:
-                self._look_at_data_set()
+                self._look_at_data_set(loader)
             self._before = (generators_now(), file_positions())
 
     def fetched(self, indices: Any, batch: Any) -> None:
@@ -115,8 +116,8 @@ class BatchCheck:
         self.tensors_per_batch = max(self.tensors_per_batch, pickled.tensors)
         self._wanted.append((copy.deepcopy(indices), pickled.digest))
 
-    def _look_at_data_set(self) -> None:
-        pickled = Pickled(self._makers, is_batch=False)
+    def _look_at_data_set(self, loader: Any) -> None:
+        pickled = Pickled((loader.dataset, loader.collate_fn), is_batch=False)
         if pickled.problem is not None:
             self.verdict = f"its data set holds what a worker cannot share ({pickled.problem})"
         elif self._state is not None and pickled.digest != self._state:
@@ -125,10 +126,10 @@ class BatchCheck:
             )
         self._state = pickled.digest
 
-    def begin(self, make: Callable[[int], LoaderPool]) -> None:
+    def begin(self, loader: Any, make: Callable[[int], LoaderPool]) -> None:
         """Have workers make the batches again, while training goes on."""
         if self._serial:
-            self._look_at_data_set()
+            self._look_at_data_set(loader)
         if self.verdict is None:
             try:
                 pool = make(CHECKING_WORKERS)
@@ -233,6 +234,9 @@ class Pickled(pickle.Pickler):
         if isinstance(item, (*_LEFT_OUT, *generators)) or (isinstance(item, io.IOBase) and item.closed):
             return int, ()
         self._code.append(type(item))
+        how = type(item).__getstate__
+        if isinstance(how, types.FunctionType) and owner(_file_of(how)) == "user" and hasattr(item, "__dict__"):
+            return object, (), vars(item)  # that function may close what the training process still reads from
         return NotImplemented
 
     def _tensor(self, item: torch.Tensor) -> Any:
@@ -270,7 +274,8 @@ def shared_state(code: list[types.FunctionType | type]) -> list[Any]:
 def _file_of(code: types.FunctionType | type) -> str:
     if isinstance(code, types.FunctionType):
         return code.__code__.co_filename
-    return getattr(sys.modules.get(code.__module__), "__file__", None) or "<stdin>"  # a notebook has none
+    nameless = "<stdin>" if code.__module__ == "__main__" else "<built in>"  # a notebook, a module in C
+    return getattr(sys.modules.get(code.__module__), "__file__", None) or nameless
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -281,8 +286,64 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(inner)
 
 
+WIDEST, MOST_PLACES = 64, 256
+
+
+class AttributeWatch:
+    """Sees whether the script changes its data set while only workers read it.
+
+    Looks at what is assigned: attributes of the data set, of what it holds and of their classes, and the globals that
+    their code names; and at the length of the script's own containers. Not at single elements.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._places: list[tuple[Mapping[str, Any], tuple[str, ...] | None, bool]] = []
+        left, seen = [dataset], set[int]()
+        while left and len(self._places) < MOST_PLACES:
+            item = left.pop()
+            if id(item) in seen or isinstance(item, types.ModuleType):
+                continue
+            seen.add(id(item))
+            kind = item if isinstance(item, type | types.FunctionType) else type(item)
+            is_users = owner(_file_of(kind)) == "user"
+            if isinstance(item, list | tuple | dict):
+                left += islice(item.values() if isinstance(item, dict) else item, WIDEST)
+            elif isinstance(item, types.FunctionType):
+                if is_users:
+                    names = tuple(name for name in _names(item.__code__) if name in item.__globals__)
+                    self._places.append((item.__globals__, names, True))
+                    left += (item.__globals__[name] for name in names)
+            elif hasattr(item, "__dict__") and (is_users or not isinstance(item, type)):
+                self._places.append((vars(item), None, is_users))
+                left += (getattr(value, "__func__", value) for value in vars(item).values())
+                left.append(kind)
+        self._before = self._now()
+
+    def changed(self) -> str | None:
+        """The name of what has been assigned since, or has grown; None where nothing has."""
+        for before, now in zip(self._before, self._now(), strict=True):
+            for name in before.keys() | now.keys():
+                (a, length), (b, length_now) = before.get(name, (None, -1)), now.get(name, (None, -1))
+                if length != length_now or (a is not b and not (type(a) is int and a == b)):
+                    return name
+        return None
+
+    def _now(self) -> list[dict[str, tuple[Any, int]]]:
+        found = []
+        for place, names, is_users in self._places:
+            values = {name: place.get(name) for name in (list(place) if names is None else names)}
+            sized = (list, dict, set) if is_users else ()
+            found.append(
+                {name: (value, len(value) if isinstance(value, sized) else 0) for name, value in values.items()}
+            )
+        return found
+
+
 _PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set)
-_LEFT_OUT = (type, types.ModuleType, types.BuiltinFunctionType, type(threading.Lock()), type(threading.RLock()))
+_LEFT_OUT = (
+    *(type, types.ModuleType, types.BuiltinFunctionType, weakref.ReferenceType),
+    *(type(threading.Lock()), type(threading.RLock())),
+)
 
 
 def _numpy_generators(numpy: Any) -> tuple[type, ...]:

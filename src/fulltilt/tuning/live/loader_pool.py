@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -101,7 +101,7 @@ class LoaderPool:
         self.last_taken: Any = None
         self._sampler = _PoolSampler()
         self._metered = metered
-        self._iterator: Any = None
+        self.iterator: Any = None  # torch's
         self._loader = copy_of(loader)
         self._iterate = partial(iterate, self._loader)
         vars(self._loader).update(
@@ -120,22 +120,19 @@ class LoaderPool:
         """Take indices from this queue from now on."""
         self._sampler.owed.clear()
         self._sampler.queue = queue
-        if self._iterator is not None:
-            self._iterator = self._iterate()
+        if self.iterator is not None:
+            self.iterator = self._iterate()
             return
+        if not self.is_scripts_own:  # no warning of torch's that they are too many
+            vars(self._loader)["check_worker_number_rationality"] = lambda: None
         began_s = time.perf_counter()
-        with warnings.catch_warnings():
-            if not self.is_scripts_own:
-                warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-            self._iterator = self._metered(self._iterate)
+        self.iterator = self._metered(self._iterate)
         self.start_s = time.perf_counter() - began_s
         if self.knobs.num_workers and not self.is_scripts_own:
-            signal_handling._remove_worker_pids(id(self._iterator))  # type: ignore[attr-defined]
-            self._iterator._worker_pids_set = False
+            signal_handling._remove_worker_pids(id(self.iterator))  # type: ignore[attr-defined]
+            self.iterator._worker_pids_set = False
         if self.knobs.num_workers:
-            # Before multiprocessing kills them, which leaves their folders in /tmp. torch's exit handler, up to 2.14,
-            # waits five seconds for each worker of a loader that pins.
-            atexit.register(_end_at_exit, weakref.ref(self))
+            _with_workers.add(self)
 
     @property
     def is_serving(self) -> bool:
@@ -154,12 +151,12 @@ class LoaderPool:
     @property
     def ready(self) -> int:
         """How many finished batches are waiting."""
-        return ready_batches(self._iterator)
+        return ready_batches(self.iterator)
 
     def draw(self) -> tuple[Any, Any]:
         """The indices of the next batch, and the batch. An error of the data set counts as a batch that was made."""
         try:
-            batch = next(self._iterator)
+            batch = next(self.iterator)
         except Exception as error:
             if self._sampler.owed and (not self.knobs.num_workers or is_of_data_set(error)):
                 self.last_taken = self._sampler.owed.popleft()
@@ -177,16 +174,25 @@ class LoaderPool:
             threading.Thread(target=iterator._shutdown_workers, name="fulltilt-retire").start()
 
     def _let_go(self) -> Any:
-        iterator = self._iterator
-        self._iterator = self._loader = self._iterate = None  # type: ignore[assignment]
+        iterator = self.iterator
+        self.iterator = self._loader = self._iterate = None  # type: ignore[assignment]
         return iterator
 
 
-def _end_at_exit(reference: weakref.ref[LoaderPool]) -> None:
-    """End the workers at the exit of the job."""
-    pool = reference()
-    if pool is not None and (iterator := pool._let_go()) is not None:
-        iterator._shutdown_workers()
+_with_workers: weakref.WeakSet[LoaderPool] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_with_workers.clear)
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    """End the workers before multiprocessing kills them, which leaves their folders in /tmp.
+
+    torch's exit handler, up to 2.14, waits five seconds for each worker of a loader that pins.
+    """
+    for pool in list(_with_workers):
+        if (iterator := pool._let_go()) is not None:
+            iterator._shutdown_workers()
 
 
 # --------------------------------------------------------------------------- the indices of a pass

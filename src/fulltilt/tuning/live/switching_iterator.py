@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from fulltilt.tuning.live.batch_check import BatchCheck
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+from fulltilt.tuning.live.batch_check import AttributeWatch, BatchCheck
 from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool, is_of_data_set, sampler_of
 from fulltilt.tuning.live.measurement import Arrival, Knobs
 
@@ -51,6 +53,7 @@ class SwitchingIterator:
     def __init__(self, tuner: Tuner, loader: Any) -> None:
         self.loader = loader
         self.ended = True
+        self.watch: AttributeWatch | None = None  # while workers serve a script that has none
         self._tuner = tuner
         self._line: deque[LoaderPool] = deque()
 
@@ -71,6 +74,14 @@ class SwitchingIterator:
             except Exception as error:
                 self._recover(pool, error)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance() answers as it would without us
+        return _MultiProcessingDataLoaderIter if self._tuner.user.num_workers else _SingleProcessDataLoaderIter
+
+    def __getattr__(self, name: str) -> Any:  # scripts ask torch's iterator
+        line = vars(self).get("_line")
+        return getattr(line[0].iterator if line else None, name)
+
     def __iter__(self) -> SwitchingIterator:
         return self
 
@@ -89,7 +100,7 @@ class SwitchingIterator:
         # Not at the first batch of a pass, for which the sampler draws random numbers.
         check = self._tuner.collecting_check if self.is_steady and self._num_yielded else None
         if check is not None:
-            self._let_tune(lambda _: check.about_to_fetch())
+            self._let_tune(lambda source: check.about_to_fetch(source.loader))
         began_s = time.perf_counter()
         indices, batch = self._draw()
         wait_s = time.perf_counter() - began_s
@@ -158,10 +169,19 @@ class SwitchingIterator:
             except Exception as own:
                 own.__context__ = None  # the error in our worker
                 raise
-        self.queue.give_back([indices for other in self._line for indices in other.owed])
-        self.retire()
+        self._take_back()
         self._line = deque([self._tuner.replace_failed(self, pool, error)])
         return made
+
+    def _take_back(self) -> None:
+        """Batches under way will be made anew."""
+        self.queue.give_back([indices for other in self._line for indices in other.owed])
+        self.retire()
+
+    def replace(self, pool: LoaderPool) -> None:
+        """Let another pool continue at once, and make the batches under way anew."""
+        self._take_back()
+        self._line = deque([pool])
 
     @property
     def is_steady(self) -> bool:
@@ -182,3 +202,5 @@ class SwitchingIterator:
         """End all workers."""
         for pool in self._line:
             pool.retire()
+
+    _shutdown_workers = retire  # torch's name

@@ -23,7 +23,7 @@ from fulltilt.errors import FulltiltError
 from fulltilt.figures import loader_settings
 from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.records import LiveMove, LiveRecord, Settings
-from fulltilt.tuning.live.batch_check import BatchCheck, reason_against, reason_of_sampler, short
+from fulltilt.tuning.live.batch_check import AttributeWatch, BatchCheck, reason_against, reason_of_sampler, short
 from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, best_of, decide, pays, pays_clearly
 from fulltilt.tuning.live.loader_pool import (
     IndexQueue,
@@ -82,7 +82,8 @@ class LoaderTuner:
         self._look_at_s = 0.0
         self._loader: Callable[[], Any] = lambda: None
         self._source: Callable[[], SwitchingIterator | None] = lambda: None
-        self._persistent: SwitchingIterator | None = None  # keeps the iterator of a loader whose workers persist
+        # Keeps the iterators of loaders whose workers persist.
+        self._persistent: weakref.WeakKeyDictionary[Any, SwitchingIterator] = weakref.WeakKeyDictionary()
         self._seed_state = torch.Generator().get_state()
         self._seed = self._made = 0
         self._reset(Knobs(0), persists=False)
@@ -108,34 +109,36 @@ class LoaderTuner:
     def begin(self, loader: Any, iterate: Callable[[Any], Any]) -> Any:
         """The iterator of a new pass; ``iterate`` is torch's own ``DataLoader.__iter__``.
 
-        torch's own iterator serves a loader that is left alone, and a pass that begins during another one. Persistent
-        workers have one iterator for all passes, as in torch.
+        torch's own iterator serves a loader that is left alone, and a pass that begins during another one, also over
+        another loader of the same line. Persistent workers have one iterator for all passes, as in torch.
         """
         self._iterate = iterate
-        if self._loader() is not loader:
-            self._adopt(loader)
-        source = self._source()
-        goes_on = self._persists and source is not None
-        if not goes_on and (self._left_alone or (source is not None and not source.ended)):
+        source, is_same = self._source(), self._loader() is loader
+        is_busy = source is not None and not source.ended
+        if not is_same and not is_busy:
+            source = self._adopt(loader)
+        goes_on = self._persists and source is not None and (is_same or not is_busy)
+        if not goes_on and (self._left_alone or is_busy):
             return self._process.session.loaders.start_workers(partial(iterate, loader), self.stats)
         if source is None or not goes_on:
             source = SwitchingIterator(self, copy_of(loader))
-            self._source, self._persistent = weakref.ref(source), source if self._persists else None
+            if self._persists:
+                self._persistent[loader] = source
+        self._source = weakref.ref(source)
         if self._check is not None:
             self._check.begin_pass()
         queue = self._begin_queue(loader, first=not goes_on)
         source.begin_pass(queue, source.pool or self._pool_in_force(source), at_once=self.user.num_workers > 0)
         return source
 
-    def _adopt(self, loader: Any) -> None:
-        """Take over a new loader; what was learned still holds where its settings are the same."""
+    def _adopt(self, loader: Any) -> SwitchingIterator | None:
+        """Take over a loader, with its persistent workers if it has been here before.
+
+        What was learned still holds where its settings are the same.
+        """
         user, persists = knobs_of(loader), bool(loader.persistent_workers)
         same = self._is_known and (user, persists) == (self.user, self._persists)
-        if self._persistent is not None:
-            self._persistent.retire()
-        self._source, self._persistent = (lambda: None), None
         self._loader = weakref.ref(loader)
-        weakref.finalize(loader, self._forget, self._loader)
         if self._left_alone:
             self.user = self.in_force = user
             self._persists = persists
@@ -145,11 +148,16 @@ class LoaderTuner:
             self._note_in_force()
             if (reason := reason_against(loader)) is not None:
                 self.leave_alone(reason)
+        source = self._persistent.get(loader)
+        if source is None or source.pool is None or source.pool.knobs == self._serving:
+            return source
+        source.retire()
+        return None
 
-    def _forget(self, loader: Callable[[], Any]) -> None:
-        """The script has dropped its loader: persistent workers end with it."""
-        if self._loader is loader:
-            self._persistent = None
+    @property
+    def _serving(self) -> Knobs:
+        """The settings of a trial that continues in the next pass, else those in force."""
+        return self._wanted if self._is_trying else self.in_force
 
     def _begin_queue(self, loader: Any, first: bool) -> IndexQueue:
         """Draw the same random numbers as ``iter(loader)``, once and in the same order.
@@ -168,11 +176,11 @@ class LoaderTuner:
         return IndexQueue(indices, sampler)
 
     def _pool_in_force(self, source: SwitchingIterator) -> LoaderPool:
-        """A pool with the settings in force, or with those of a trial that continues in the next pass."""
-        if not self._is_trying:
-            return self._make(source, self.in_force)
-        pool = self._make(source, self._wanted)
-        pool.on_trial = True
+        """A new pool with these settings."""
+        pool = self._make(source, self._serving)
+        pool.on_trial = self._is_trying
+        serial = not self.user.num_workers  # then changes between two batches have an effect in the plain run
+        source.watch = AttributeWatch(source.loader.dataset) if serial and pool.knobs.num_workers else None
         return pool
 
     def pass_ended(self, source: SwitchingIterator) -> None:
@@ -194,6 +202,10 @@ class LoaderTuner:
     def at_boundary(self, source: SwitchingIterator) -> None:
         """Take the next step of tuning, if one is due."""
         check = self._check
+        if source.watch is not None and (name := source.watch.changed()) is not None:
+            self.leave_alone(f"the script changes its data set during a pass ({name}), which workers would not see")
+            source.watch = None
+            source.replace(self._make(source, self.user))
         if self.phase is Phase.AGREEING and source.is_steady:
             self._look_for_others(source)
         if self.phase is not Phase.CHECKING or check is None or not source.is_steady:
@@ -213,7 +225,7 @@ class LoaderTuner:
 
     def _begin_check(self, source: SwitchingIterator, check: BatchCheck) -> None:
         with self._costs():
-            check.begin(lambda workers: self._make(source, Knobs(workers), metered=False))
+            check.begin(source.loader, lambda workers: self._make(source, Knobs(workers), metered=False))
 
     def arrived(self, source: SwitchingIterator, arrival: Arrival) -> None:
         """Another batch came."""
@@ -320,7 +332,7 @@ class LoaderTuner:
             return
         self._wanted, self.phase = move, Phase.CHECKING
         if self._check is None:
-            self._check = BatchCheck(source.loader.dataset, source.loader.collate_fn, serial=not self.user.num_workers)
+            self._check = BatchCheck(serial=not self.user.num_workers)
             self._note("watching", "checking that workers make the same batches")
 
     # ------------------------------------------------------------------ trials
