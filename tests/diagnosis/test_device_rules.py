@@ -70,6 +70,8 @@ def test_pinning_a_loader_without_workers_draws_no_other_numbers() -> None:
     unpinned = loader(num_workers=0, pin_memory=False)
     evidence = gather(run_of(rank(loaders=(unpinned,)), compute=100.0))
     assert "augmentations" in rewritten(evidence, unpinned, num_workers=2)
+    by_library = replace(unpinned, made_by="pytorch_metric_learning")
+    assert rewritten(evidence, by_library, num_workers=2).startswith("pytorch_metric_learning makes this DataLoader; ")
     assert "augmentations" not in rewritten(evidence, unpinned, pin_memory=True)
 
 

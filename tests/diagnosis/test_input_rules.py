@@ -643,9 +643,9 @@ def test_workers_that_stood_by_while_others_were_on_trial_do_not_make_idle_worke
 
 
 def test_a_library_that_cannot_keep_its_workers_is_not_told_to() -> None:
-    passing = loader(num_workers=2, passes=10, restart_s=40.0, made_by="skorch")
+    passing = loader(num_workers=2, passes=10, restart_s=40.0, made_by="fastai")
     finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
-    assert finding.fix.startswith("skorch has no setting that keeps workers between passes. Make fewer, longer")
+    assert finding.fix.startswith("fastai has no setting that keeps workers between passes. Make fewer, longer")
 
 
 def test_respawned_workers_should_persist() -> None:

@@ -14,7 +14,7 @@ from tests.diagnosis.examples import loader
     [
         ("transformers", "TrainingArguments(..., dataloader_num_workers=4, dataloader_persistent_workers=True)"),
         ("ultralytics", "model.train(..., workers=4)"),
-        ("skorch", "NeuralNet(..., iterator_train__num_workers=4)"),
+        ("skorch", "NeuralNet(..., iterator_train__num_workers=4, iterator_train__persistent_workers=True)"),
         ("timm", "create_loader(..., num_workers=4, persistent_workers=True)"),
         ("keras", "super().__init__(workers=4, use_multiprocessing=True) in the PyDataset that makes the batches"),
         ("unknown", None),

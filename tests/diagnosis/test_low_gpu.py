@@ -22,6 +22,8 @@ def test_workers_that_fill_the_cpus_are_not_raised() -> None:
     warning = low_gpu_warning(11.0, STARVED, [loader(num_workers=8)], usable_cpus=8.0)
     assert warning is not None
     assert "num_workers (current: 8) already fills the 8 usable CPUs" in warning
+    warning = low_gpu_warning(11.0, STARVED, [loader(num_workers=7)], usable_cpus=8.0)
+    assert "increase num_workers (current: 7)" in str(warning), "as the verdict may say"
 
 
 def test_workers_that_wait_are_not_said_to_fill_the_cpus() -> None:

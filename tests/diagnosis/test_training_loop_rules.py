@@ -116,6 +116,17 @@ def test_overhead_spread_over_a_library_blames_no_line() -> None:
     assert "no single line is slow" in finding.fix
 
 
+def test_a_librarys_call_in_the_loop_of_another_is_changed_by_settings() -> None:
+    """The commit of a logger's database was to be moved out of the step, for all that the trainer's loop took."""
+    inside = "mlflow/client.py:MlflowClient.log_batch sqlalchemy/engine/default.py:do_commit"
+    logs = HotLine("mlflow/client.py:9", "MlflowClient.log_batch", 20.0, "self.store.log(x)", inside=inside)
+    lines = (logs, HotLine("lightning/loop.py:9", "advance", 10.0, "self.run()"))
+    finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0))))
+    assert finding.fix.startswith("MlflowClient.log_batch (mlflow/client.py:9) is library code: change how often")
+    assert finding.predicted_speedup is not None
+    assert finding.predicted_speedup[1] == pytest.approx(1 / 0.8)
+
+
 def test_lines_of_one_function_are_blamed_together() -> None:
     lines = tuple(HotLine(f"metric.py:{i}", "score", 3.0 + i, "hits += a == b") for i in range(5))
     finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0))))

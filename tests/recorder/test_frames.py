@@ -535,6 +535,19 @@ def test_what_started_our_own_trainings_is_not_named(monkeypatch: pytest.MonkeyP
     assert view.where == "typer/main.py:1"
 
 
+def test_what_the_package_of_the_loop_calls_is_named_by_its_first_function() -> None:
+    """A logger's database took the time: line 954 of sqlalchemy/engine/default.py was named."""
+    files = ("sqlalchemy/engine.py", "sqlalchemy/session.py", "mlflow/client.py", "trainers/log.py", "trainers/loop.py")
+    spots = [(compile(f"x = {file!r}", f"/x/site-packages/{file}", "exec"), 0) for file in files]
+    view = view_of(Stack(spots, {}), loop=frozenset({spots[-1][0]}))
+    assert view is not None
+    assert (view.kind, view.where) == ("host", "mlflow/client.py:1")
+    assert view.inside == "mlflow/client.py:<module> sqlalchemy/engine.py:<module>"
+    own = view_of(Stack(spots[3:], {}), loop=frozenset({spots[-1][0]}))
+    assert own is not None
+    assert own.where == "trainers/log.py:1"
+
+
 def test_a_line_that_leads_into_the_loop_is_named_before_one_of_pythons_own_library() -> None:
     """A loop under asyncio was blamed on line 468 of selectors.py."""
     waits = (asyncio.SelectorEventLoop.run_forever.__code__, 0)

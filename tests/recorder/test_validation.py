@@ -64,6 +64,23 @@ def test_the_line_of_the_loop_that_leads_to_it_is_named(evaluation: Evaluation) 
     assert evaluation.where.endswith(f"test_validation.py:{train.__code__.co_firstlineno + 1}")
 
 
+def test_a_library_may_run_the_validation_by_the_function_that_runs_the_training() -> None:
+    """ignite's Engine: its inner call, at an earlier line, was taken for the next iteration of the training."""
+    evaluation, went_on = Evaluation(), []
+
+    def run(trains: bool) -> None:
+        if not trains:
+            evaluation.drew(sys._getframe(), loop)
+            went_on.append(evaluation.goes_on(here()))
+            return
+        evaluation.switched(torch.nn.Linear(1, 1).eval(), sys._getframe(), loop)
+        run(trains=False)
+
+    loop = frozenset({run.__code__})
+    run(trains=True)
+    assert went_on == [True]
+
+
 def test_it_is_over_when_a_loop_around_it_comes_round_again(evaluation: Evaluation) -> None:
     def train_folds() -> None:
         for fold in range(2):

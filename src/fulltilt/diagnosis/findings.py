@@ -234,7 +234,10 @@ def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -
         return theirs + but
     if evidence.on_gpu and not loader.pin_memory:
         changes = {**changes, "pin_memory": True}
-    call = f"DataLoader(..., {', '.join(f'{name}={value}' for name, value in changes.items())})"
+    written = ", ".join(f"{name}={value}" for name, value in changes.items())
+    if loader.made_by not in (None, "script"):
+        return f"{loader.made_by} makes this DataLoader; its own arguments or hooks for that say {written}{but}"
+    call = f"DataLoader(..., {written})"
     once = "persistent_workers" in changes and made_for_each_pass(loader)
     return f"{call}, made once before the loop over epochs{but}" if once else call + but
 

@@ -75,7 +75,7 @@ LIBRARIES: dict[str, Library] = {
     ),
     "skorch": Library(
         "NeuralNet(..., {})",
-        {name: f"iterator_train__{name}" for name in ("num_workers", "prefetch_factor", "pin_memory")},
+        {name: f"iterator_train__{name}" for name in _SAME if name != "batch_size"},
         save="Checkpoint(monitor=...) as callback, which saves only what improves",
         functions=("NeuralNet", "NeuralNetClassifier", "NeuralNetBinaryClassifier", "NeuralNetRegressor"),
     ),
@@ -123,8 +123,14 @@ def keeps_workers(loader: LoaderRecord) -> bool:
 
 
 def library_of(line: HotLine | None) -> Library | None:
-    """The library whose own code a line is in, which users do not change."""
+    """The library with an entry whose own code a line is in."""
     return LIBRARIES.get(line.where.partition("/")[0]) if line is not None else None
+
+
+def is_library_code(line: HotLine) -> bool:
+    """Whether a line is in an installed package, which users do not change: then it is inside of itself."""
+    path = line.where.rpartition(":")[0]
+    return library_of(line) is not None or (line.inside or "").startswith(f"{path}:")
 
 
 # --------------------------------------------------------------------------- calls that make fetching expensive

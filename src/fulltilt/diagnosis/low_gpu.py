@@ -51,7 +51,7 @@ def _settings(
 ) -> list[str]:
     starved = wait_share >= THRESHOLDS.warn_share
     if loader is None:
-        return ["make batches while the GPU trains: use a DataLoader with workers (current: none)"] if starved else []
+        return ["make batches during training: use a DataLoader with workers (current: none)"] if starved else []
     workers = f"{setting_name(loader, 'num_workers')} (current: {loader.num_workers})"
     prefetch = f"{setting_name(loader, 'prefetch_factor')} (current: {loader.prefetch_factor or 2})"
     batch = f"batch_size (current: {loader.batch_size})"
@@ -65,7 +65,7 @@ def _settings(
         line = max(work.lines, key=lambda line: line.seconds, default=None)
         place = f" in {call_at(line)}" if line else at(loader.where)
         lines = [f"the workers wait{place} instead of computing: unless they wait for each other, increase {workers}"]
-    elif loader.num_workers >= max(usable_cpus - 1, 1):
+    elif loader.num_workers >= usable_cpus:
         lines = [f"{workers} already fills the {usable_cpus:g} usable CPUs{at(loader.where)}"]
     elif loader.num_workers:
         lines.append(f"increase {prefetch}")

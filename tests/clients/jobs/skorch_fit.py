@@ -1,4 +1,4 @@
-"""skorch: a classifier in scikit-learn's manner, which makes a loader for each epoch."""
+"""skorch: a classifier in scikit-learn's manner."""
 
 import torch
 from skorch import NeuralNetClassifier

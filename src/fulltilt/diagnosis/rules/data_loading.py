@@ -100,8 +100,9 @@ def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
     room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
     if plan.needed <= plan.allowed:
         return f"{count('worker', plan.needed)} would hide the wait; {room}"
-    line = costliest_line(evidence)
-    cheaper = f"a cheaper {line.function} ({line.where})" if line else "a cheaper fetch"
+    line, fetch_s = costliest_line(evidence), evidence.workers.fetch_s if evidence.workers else 0.0
+    telling = line is not None and line.seconds >= THRESHOLDS.guilty_function_share * fetch_s
+    cheaper = f"a cheaper {line.function} ({line.where})" if line and telling else "a cheaper fetch"
     return f"no number of workers that fits here hides all of the wait: {room}; for the rest it takes {cheaper}"
 
 

@@ -30,7 +30,7 @@ from fulltilt.diagnosis.gpu_summary import (
     vram_used_share,
 )
 from fulltilt.diagnosis.ledger import gpu_step_words
-from fulltilt.diagnosis.libraries import library_of
+from fulltilt.diagnosis.libraries import is_library_code
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import brief, capital, celsius, count, number, percent, seconds, size, whole
 from fulltilt.records import Abstention, GpuSummary, HotLine, TransferRecord
@@ -260,7 +260,7 @@ def compute_bound(evidence: Evidence) -> Judgement:
 def _starting_at(evidence: Evidence) -> str:
     """The lines from which much of the computing on the CPU starts, without backward; empty where none stands out."""
     compute_s = evidence.buckets.compute_s
-    own = (ln for ln in evidence.rank.compute_lines if not ln.where.startswith("torch/") and library_of(ln) is None)
+    own = (ln for ln in evidence.rank.compute_lines if not (ln.where.startswith("torch/") or is_library_code(ln)))
     much = [
         replace(line, call=line.call and brief(line.call, MOST_OF_A_CALL))
         for line in own

@@ -26,7 +26,7 @@ from fulltilt.diagnosis.findings import (
     share_left,
     time_spent,
 )
-from fulltilt.diagnosis.libraries import LIBRARIES, library_of
+from fulltilt.diagnosis.libraries import LIBRARIES, is_library_code, library_of
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import count, percent, seconds, whole
 from fulltilt.records import Abstention, HotLine, LoaderRecord
@@ -162,10 +162,16 @@ def host_code(evidence: Evidence) -> Judgement:
             "(a larger batch), or compile the model (torch.compile)."
         )
         return found(evidence, "host_code", cost_s, facts, fix, None, predicted)
-    if lines and not call and library_of(lines[0]):
+    if lines and not call and is_library_code(lines[0]):
         where = _users_call(evidence)
-        fix = f"{lines[0].where} is library code: change its settings{at(where)} (how often it logs, plots or copies)."
-        return found(evidence, "host_code", cost_s, facts, fix, where or lines[0].where, predicted)
+        part_s = cost_s * lines[0].seconds / max(sum(line.seconds for line in lines), lines[0].seconds)
+        fix = (
+            f"{lines[0].function} ({lines[0].where}) is library code: change how often it logs, plots or copies "
+            f"(log_every_n_steps=, logging_steps= and the like){at(where)}."
+        )
+        return found(
+            evidence, "host_code", cost_s, facts, fix, where or lines[0].where, by_removing(evidence.share(part_s))
+        )
     fix = f"Find the slow code: {_OTHERWISE.format(every=100)}."
     # A line of the loop's own function is not inside the call.
     slow = call if thin or (call and lines and lines[0].function == call.function) else next(iter(lines), None)

@@ -173,13 +173,16 @@ def view_of(
     if kind == "host" and (seen.in_library_iterator or (waits and _may_bring_a_batch(calls))):
         kind = "waiting"
     others = (spot for spot in calls if owner(spot[0].co_filename) != "fulltilt")
-    spot = seen.user or seen.library or seen.into_loop or next(others, top)
+    library = (seen.called_library if kind == "host" else None) or seen.library
+    spot = seen.user or library or seen.into_loop or next(others, top)
     called_at, within, line = None, None, seen.loop_line
     could_move = (kind == "host" and not seen.in_module) or (kind == "torch" and not seen.calls_module)
     if could_move and line is not None and line is not spot:
         called_at = _shown(line), line[0].co_qualname, shown_at(*line)
     if seen.called is not None and seen.innermost is not None:
         within = _within(seen.called[0], seen.innermost)
+    elif spot is library and seen.library is not None:
+        within = _within(spot[0], seen.library[0])
     of_line = _shown(spot), spot[0].co_qualname, shown_at(*spot)
     return StackView(
         kind, *of_line, seen.in_model, seen.in_optimizer, seen.sampling, waits, drawn_from, called_at, within
@@ -192,6 +195,7 @@ class _Frames:
 
     user: Spot | None = None  # the innermost line of the user's that does more than lead into the loop
     library: Spot | None = None  # the innermost of an installed package
+    called_library: Spot | None = None  # the outermost of a package that the loop's own package calls
     into_loop: Spot | None = None  # the innermost that only leads into the loop
     loop_line: Spot | None = None  # the innermost of the loop, or of a function that holds a step
     calls_module: bool = False  # a module is what the line of the loop calls
@@ -237,6 +241,8 @@ def _read_frames(calls: list[Spot], inside: CodeType | None, loop_frames: Spots,
             if code.co_name in SAVING or "/safetensors/" in code.co_filename:
                 seen.kind = seen.kind or "checkpoint"
             seen.library = seen.library or spot
+            if seen.user is None and _package(code.co_filename) not in _packages(loop):
+                seen.called_library = spot
             if not seen.in_module and code not in loop and _is_drawn_from(code, calls[depth + 1 :]):
                 seen.in_library_iterator = True
         elif who == "user":
@@ -267,6 +273,16 @@ def _drawn_from(calls: list[Spot], generator: int) -> tuple[str, str, str | None
     text = expression_at(*drawing) or ""
     iterated = text.partition(" in ")[2] if text.startswith("for ") else text  # Python 3.11 has all of the for
     return _shown(drawing), calls[generator][0].co_qualname, iterated or None
+
+
+@lru_cache(REMEMBERED)
+def _package(filename: str) -> str:
+    return shown_path(filename).partition("/")[0]
+
+
+@lru_cache(4)  # while the loop is learnt it changes a few times
+def _packages(loop: Codes) -> frozenset[str]:
+    return frozenset(_package(code.co_filename) for code in loop)
 
 
 @lru_cache(REMEMBERED)
