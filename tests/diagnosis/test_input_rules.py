@@ -360,6 +360,15 @@ def test_batches_that_are_made_elsewhere_name_the_line_that_waits() -> None:
     assert finding.predicted_speedup == (1.43, 2.5)
 
 
+def test_experience_is_not_to_be_made_in_a_data_set() -> None:
+    """The environment of a collector was: with the weights that the worker started with."""
+    made = rank(loaders=(), host_lines=(HotLine("env.py:12", "Cartpole._step", 60.0, "simulate(state)"),))
+    finding = found(input_serial(gather(run_of(made, on=machine(4.0), data_wait=40.0, compute=60.0))))
+    assert finding.fix.startswith("simulate(state) at env.py:12: the environment is slow: step several at once")
+    assert "IterableDataset" not in finding.fix
+    assert finding.predicted_speedup == (1.0, pytest.approx(1 / 0.7, abs=0.01))
+
+
 def test_batches_made_by_a_generator_name_its_line() -> None:
     made = rank(loaders=(), host_lines=(HotLine("gen.py:12", "make", 60.0, "rng.normal(size)"),))
     finding = found(input_serial(gather(run_of(made, data_wait=40.0, compute=60.0))))

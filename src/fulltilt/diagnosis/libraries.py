@@ -242,6 +242,17 @@ def costly_call(line: HotLine) -> CostlyCall | None:
 
 # --------------------------------------------------------------------------- without a DataLoader
 
+SLOW_ENVIRONMENT = (
+    "the environment is slow: step several at once, each in a process (stable-baselines3: make_vec_env(..., n_envs=8, "
+    "vec_env_cls=SubprocVecEnv); gymnasium: AsyncVectorEnv; torchrl: ParallelEnv)"
+)
+
+
+def steps_an_environment(line: HotLine) -> bool:
+    """Whether this is reinforcement learning's ``step``: in a job without a loader, which makes its own experience."""
+    return re.search(r"\._?step$", line.function) is not None
+
+
 # For libraries that training draws from without a DataLoader: how to make several batches while the training runs.
 WITHOUT_LOADER = {
     "torchdata": "ParallelMapper(node, fn, num_workers={}) instead of Mapper, and Prefetcher(node, 2) as the last node",

@@ -31,7 +31,14 @@ from fulltilt.diagnosis.findings import (
     with_cheaper_call,
 )
 from fulltilt.diagnosis.ledger import hung_stretch
-from fulltilt.diagnosis.libraries import beside_training, divides_itself, keeps_workers, setting_name
+from fulltilt.diagnosis.libraries import (
+    SLOW_ENVIRONMENT,
+    beside_training,
+    divides_itself,
+    keeps_workers,
+    setting_name,
+    steps_an_environment,
+)
 from fulltilt.diagnosis.loader_bottleneck import Bottleneck, Supply, queue_for_cpus, sampling_share
 from fulltilt.diagnosis.preflight import PLACES
 from fulltilt.diagnosis.rules.worker_count import (
@@ -256,6 +263,11 @@ def _made_by_hand(evidence: Evidence) -> Finding:
             fix += "make them in more threads or processes, and earlier, or make each one cheaper."
         predicted, what = by_removing(evidence.data_wait_share), "waiting for batches"
         title = "Data loading: the script's own loader is too slow"
+    elif line and steps_an_environment(line):
+        made, title = "no DataLoader was seen: training makes its own experience", "Data loading: slow environment"
+        fix, what = f"{call_at(line)}: {SLOW_ENVIRONMENT}.", "collecting experience"
+        divided = 1 - 1 / max(evidence.usable_cpus, 1.0)
+        predicted = gain(1.0, amdahl(evidence.data_wait_share * divided))
     else:
         source = evidence.rank.drawn_from
         drawn = call_at(source) if source else None

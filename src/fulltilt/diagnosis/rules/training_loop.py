@@ -26,7 +26,13 @@ from fulltilt.diagnosis.findings import (
     share_left,
     time_spent,
 )
-from fulltilt.diagnosis.libraries import LIBRARIES, is_library_code, library_of
+from fulltilt.diagnosis.libraries import (
+    LIBRARIES,
+    SLOW_ENVIRONMENT,
+    is_library_code,
+    library_of,
+    steps_an_environment,
+)
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import count, percent, seconds, whole
 from fulltilt.records import Abstention, HotLine, LoaderRecord
@@ -118,11 +124,6 @@ _ADVICE = (
 )
 # Text in quotes is not what a line does, except inside an f-string.
 _QUOTED = re.compile(r"(f?)(\"[^\"]*\"|'[^']*')")
-# In a script that loads nothing and steps something.
-_ENVIRONMENT = (
-    "the environment is slow: step several at once, each in a process "
-    "(stable-baselines3: make_vec_env(..., n_envs=8, vec_env_cls=SubprocVecEnv); gymnasium: AsyncVectorEnv)"
-)
 _LESS_OFTEN = "move it out of the step (once before the training, every {every} steps, or into a second thread)"
 _OTHERWISE = f"{_LESS_OFTEN}, or work on whole tensors instead of numbers in Python"
 _SELDOM = "it is rare but takes long: do it once before the training, less often, or in a second thread"
@@ -209,8 +210,8 @@ def _speed_up_line(line: HotLine, call: HotLine, share: float, seldom: bool, fed
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), _OTHERWISE)
     if line.waits:
         advice = _FOR_OTHERS
-    if not fed and line.function.endswith(".step"):
-        advice = _ENVIRONMENT
+    if not fed and steps_an_environment(line):
+        advice = SLOW_ENVIRONMENT
     if seldom and "{every}" in advice:
         advice = _SELDOM
     if advice is _OTHERWISE and re.search(r"\b(torch|np|numpy|linalg)\.", text):
