@@ -23,7 +23,14 @@ from fulltilt.tuning.live.measurement import Knobs
 
 # One batch is enough for a judgement, so that moves come one upon the other.
 HASTY = LiveLimits(
-    warm_up_batches=0, least_batches=1, least_s=0.0, most_s=0.0, settle_s=0.0, batch_s=20.0, worker_growth=1.0
+    warm_up_batches=0,
+    least_batches=1,
+    least_s=0.0,
+    most_s=0.0,
+    settle_s=0.0,
+    shortest_pass=0,
+    batch_s=20.0,
+    worker_growth=1.0,
 )
 ROOMY = Capacity(cpus=8)
 

@@ -238,6 +238,17 @@ def test_short_passes_with_a_loader_of_their_own_count_together(tmp_path: Path) 
         assert [move.outcome for move in one.record.moves] == ["kept"]
 
 
+def test_passes_that_the_queue_holds_show_no_rate(tmp_path: Path) -> None:
+    """Of 6 batches: one worker in place of two was said to be 2.5 times as fast, and the job took as long."""
+    for batches, state in ((15, "left_alone"), (16, "settled")):
+        with tuning(tmp_path / str(batches), [Knobs(1)], limits=replace(HASTY, shortest_pass=4)) as one:
+            loader = one.trains(DataLoader(Squares(batches), num_workers=2))
+            for _ in range(3):
+                assert len(drawn_from(loader)) == batches
+            assert one.record.state == state
+            assert ("passes of 15 batches are too short" in one.record.why) == (state == "left_alone")
+
+
 class Scaled(Squares):
     """Depends on something that a script may change: the epoch, a curriculum."""
 

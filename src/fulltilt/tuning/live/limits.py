@@ -24,6 +24,7 @@ class LiveLimits:
     most_s: float = 8.0
     settle_s: float = 2.5  # after a switch, prefetched batches make the new pool look faster than it is
     spread: float = 0.025  # a window ends early when its rate is known this well
+    shortest_pass: int = 4  # times the batches made ahead: in shorter passes the queue hides how fast batches are made
     pause_s: float = 0.25  # a longer stop between two batches (validation, checkpoint) fills the queue: not counted
 
     # -- patience with a new pool

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import FulltiltError
-from fulltilt.figures import loader_settings
+from fulltilt.figures import count, loader_settings
 from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import AttributeWatch, BatchCheck, reason_against, reason_of_sampler, short
@@ -239,18 +239,21 @@ class LoaderTuner:
         with self._costs():
             self._batches_per_s = seen.batches_per_s
             reason = None if self._seen else reason_of_sampler(sampler_of(source.loader), source.queue.indices)
-            if (reason := reason or self._process.reason_of_job()) is not None:
+            if (reason := reason or self._too_short(source) or self._process.reason_of_job()) is not None:
                 self.leave_alone(reason)
             else:
                 self._report(source, seen=self._with_pass_start(source, seen))
 
+    def _too_short(self, source: SwitchingIterator) -> str | None:
+        """Why passes show no rate: most of their batches are in the queue before the first is drawn."""
+        batches, queued = _length(source), self.user.num_workers * self.user.prefetch_factor
+        if batches is None or self._persists or batches >= self._limits.shortest_pass * queued:
+            return None
+        return f"its passes of {count('batch', batches)} are too short to measure: keep its workers alive"
+
     def _with_pass_start(self, source: SwitchingIterator, seen: Seen) -> Seen:
         """Spread the time to start workers, which end with their pass, over the batches of a pass."""
-        workers = seen.knobs.num_workers
-        try:
-            batches = len(source)
-        except TypeError:
-            return seen
+        workers, batches = seen.knobs.num_workers, _length(source)
         if not workers or self._persists or not batches or source.pool is None:
             return seen
         start_s = source.pool.start_s + workers / seen.batches_per_s  # until the first batch was made
@@ -480,3 +483,11 @@ class LoaderTuner:
             yield
         finally:
             self.record = replace(self.record, cost_s=self.record.cost_s + time.perf_counter() - began_s)
+
+
+def _length(source: SwitchingIterator) -> int | None:
+    """The number of batches of a pass; None where its sampler has no length."""
+    try:
+        return len(source)
+    except TypeError:
+        return None
