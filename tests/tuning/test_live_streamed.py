@@ -99,10 +99,12 @@ def passes_of(loader: Any, passes: int = 4) -> list[list[Any]]:
 def test_one_worker_brings_the_same_batches_and_stays_where_it_pays(paid: bool, tmp_path: Path) -> None:
     workers, drawn = [], []
     with tuning(tmp_path, [], [paid]) as one:
-        loader = one.trains(DataLoader(Stream(), batch_size=4))
+        loader = one.trains(DataLoader(Stream(), batch_size=4, pin_memory=True))
         for _ in range(6):
-            source = iter(loader)
-            workers.append(source._num_workers)  # type: ignore[attr-defined]
+            source: Any = iter(loader)
+            workers.append(source._num_workers)
+            pool = source.source._pool
+            assert pool is None or pool.knobs.pin_memory, "the script's choice"
             drawn.append(torch.cat(list(source)).tolist())
         assert one.record.state == "settled"
         assert one.record.settings.num_workers == int(paid)

@@ -21,7 +21,7 @@ from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import Pickled, file_positions, kept_generators, reason_against, short
 from fulltilt.tuning.live.controller import at_pace_of, pays
-from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool, sampler_of
+from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool, knobs_of, sampler_of
 from fulltilt.tuning.live.measurement import (
     Arrival,
     Knobs,
@@ -119,11 +119,10 @@ class StreamTuner:
         generator = torch.Generator()
         generator.set_state((loader.generator or torch.default_generator).get_state())
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        limits = self.process.limits
+        limits, knobs = self.process.limits, knobs_of(loader)._replace(num_workers=1)
         batch_s = 1 / self._own.batches_per_s if self._own is not None else 0.0
-        pool = LoaderPool(
-            loader, Knobs(1), generator, iterate, start, max(limits.batch_s, limits.batch_times * batch_s)
-        )
+        patience_s = max(limits.batch_s, limits.batch_times * batch_s)
+        pool = LoaderPool(loader, knobs, generator, iterate, start, patience_s)
         pool.serve(IndexQueue(iter(sampler_of(loader))))
         return pool
 
