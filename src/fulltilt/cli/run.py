@@ -273,12 +273,12 @@ def end_run(
             complain(str(refused))
         if diagnosis.verdict.code == "no_steps" and status == 1 and record.command[0].endswith(".py"):
             # Often a missing module: fulltilt may be installed in another environment than the script needs.
-            tell(f"  it ran with {sys.executable}; for another: fulltilt run -- PYTHON {shlex.join(record.command)}")
+            tell_wrapped(f"  it ran with {sys.executable}; for another: fulltilt run -- PYTHON {shlex.join(record.command)}")
         if state == "done" and not by_itself and (pids := still_running(folder)):
             going_on = f"the job goes on in the background (process {', '.join(map(str, pids))})"
             tell(f"fulltilt: {going_on}; once it is done: fulltilt report {folder}")
         if (problem := settings_not_in_force(dict(diagnosis.settings))) is not None:
-            tell(f"fulltilt: {problem}")
+            tell_wrapped(f"fulltilt: {problem}")
         if dict(diagnosis.settings).get("asked.persistent_workers") and any(
             loader.shuffle and loader.persistent_workers and loader.passes > 1
             for rank in read.ranks
@@ -288,7 +288,7 @@ def end_run(
         if tuned and not any(rank.live or rank.loaders for rank in read.ranks) and diagnosis.verdict.code != "no_steps":
             tell("fulltilt: --auto found nothing to tune: no DataLoader was seen")
         if store.OwnedFolder(own).owns(store.SETTINGS_FILE):
-            tell(f"  settings found: {own / store.SETTINGS_FILE} (for fulltilt run --settings)")
+            tell_wrapped(f"  settings found: {own / store.SETTINGS_FILE} (for fulltilt run --settings)")
     except FulltiltError as error:
         complain(str(error))
     except Exception as error:  # our bug must not fail the job
