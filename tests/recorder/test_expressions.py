@@ -6,7 +6,7 @@ import dis
 import linecache
 import math
 import textwrap
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -105,8 +105,13 @@ def test_no_code_of_the_users_is_called() -> None:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(name)
 
-    names = {"touchy": Touchy(), **GLOBALS}
+    class Lazy(ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(name)  # importlib's own imports the module here
+
+    names = {"touchy": Touchy(), **GLOBALS, "lazy": Lazy("lazy")}
     assert work_in("def f(a):\n    return touchy.sum()\n", "CALL", names) == "host"
+    assert work_in("def f(a):\n    return lazy.sum()\n", "CALL", names) == "host"
     assert work_in("def f(a):\n    return touchy + a\n", "BINARY_OP", names) == "torch"
 
 

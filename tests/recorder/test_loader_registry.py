@@ -13,14 +13,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 from torch.utils.data._utils import worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fulltilt.recorder.loaders import LoaderStats
-from fulltilt.recorder.loaders.loader_stats import wait_slope
+from fulltilt.recorder.loaders.loader_stats import length_of, wait_slope
+from fulltilt.recorder.loaders.registry import MOST_LOADERS
 from fulltilt.recorder.loaders.settings_file import LoaderOverride
 from fulltilt.recorder.loaders.workers import plain_loops
+from fulltilt.recorder.manual_recording import LoopMarks
 from fulltilt.recorder.session import Session
 from fulltilt.records import Settings
 
@@ -229,3 +241,109 @@ def test_a_draw_measures_the_pause_before_it(session: Session) -> None:
     (stats,) = session.loaders.all
     assert len(stats.draws) == 8, "without the first of each pass"
     assert all(gap_s >= 0.005 > wait_s for gap_s, wait_s in stats.draws)
+
+
+# --------------------------------------------------------------------------- nothing of the user's runs for us
+
+
+class Asked(Dataset[Any]):
+    """A data set that counts who asks it for its length."""
+
+    def __init__(self, samples: int = 6) -> None:
+        self.samples = samples
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        self.asked.append(threading.get_ident())
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(1)
+
+
+class Shuffles(Sampler[int]):
+    """A sampler whose length is known only by making the order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(6).tolist())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def drawn_twice(tmp_path: Path, recorded: bool, **given: Any) -> tuple[list[int], float, list[int | None]]:
+    """How often the data set was asked, the next random number, and the lengths in the record."""
+    torch.manual_seed(0)
+    session, data = Session(torch, tmp_path, time.perf_counter_ns()), Asked()
+    if recorded:
+        session.begin_here()
+    lengths: list[int | None] = []
+    try:
+        loader = DataLoader(data, batch_size=2, **given)
+        for _ in range(2):
+            for _ in loader:  # list() would ask for the length
+                pass
+        if recorded:
+            record = threading.Thread(target=lambda: lengths.extend(s.record(True).dataset_len for s in loaders.all))
+            loaders = session.loaders
+            record.start()
+            record.join()
+        return data.asked, float(torch.rand(1)), lengths
+    finally:
+        session.finish()
+
+
+@pytest.mark.parametrize(
+    ("given", "length"),
+    [({}, 6), ({"shuffle": True}, 6), ({"sampler": Shuffles()}, None)],
+    ids=["in order", "shuffled", "own sampler"],
+)
+def test_nobody_asks_for_a_length_but_torch(tmp_path: Path, given: dict[str, Any], length: int | None) -> None:
+    plain, recorded = drawn_twice(tmp_path, False, **given), drawn_twice(tmp_path, True, **given)
+    assert recorded == (*plain[:2], [length])
+
+
+def test_a_length_is_told_where_no_code_of_the_users_runs() -> None:
+    data = Asked()
+    assert length_of([1, 2]) == length_of(TensorDataset(torch.zeros(2))) == length_of(Subset(data, [0, 1])) == 2
+    assert length_of(DistributedSampler([1, 2, 3], 2, 0)) == length_of(RandomSampler(data, num_samples=2)) == 2
+    assert length_of(data) is length_of(SequentialSampler(data)) is length_of(iter([1])) is None
+    asked = len(data.asked)
+    assert length_of(data) is None
+    assert len(data.asked) == asked
+
+
+def test_a_class_of_loaders_with_everything_of_its_own_is_left_alone(session: Session) -> None:
+    class Own(DataLoader[Any]):
+        def __init__(self, rows: Any) -> None:
+            self.rows = rows
+
+        def __iter__(self) -> Any:
+            return iter(self.rows)
+
+    assert list(iter(Own([1, 2]))) == [1, 2]
+    assert session.loaders.all == []
+
+
+def test_settings_leave_arguments_that_a_derived_class_does_not_take(session: Session) -> None:
+    class Named(DataLoader[Any]):
+        def __init__(self, data_dir: str, batch_size: int, shuffle: bool = True, num_workers: int = 0) -> None:
+            super().__init__(DATA, batch_size, shuffle, num_workers=num_workers)
+
+    session.loaders.override = LoaderOverride(Settings(num_workers=1, prefetch_factor=3))
+    loader = Named("data", 4)
+    assert (loader.num_workers, loader.prefetch_factor) == (1, 3)
+
+
+def test_very_many_loaders_of_one_line_are_one_beyond_a_number(session: Session) -> None:
+    kept = [DataLoader(TensorDataset(torch.zeros(samples))) for samples in range(1, 100)]
+    assert len(session.loaders.all) == MOST_LOADERS + 1
+    assert session.loaders.of(kept[-1]) is session.loaders.all[-1]
+
+
+def test_a_generator_made_anew_in_each_epoch_is_one_loader(session: Session) -> None:
+    marks = LoopMarks(session)
+    for _ in range(3):
+        list(marks.loader(torch.zeros(2, 1) for _ in range(2)))
+    assert drawn(session) == [(3, 6, 12)]
+    assert bool(iter(marks.loader(n for n in range(2)))), "it has no length, and is true"

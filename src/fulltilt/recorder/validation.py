@@ -65,7 +65,7 @@ class Evaluation:
     def goes_on(self, stack: Stack) -> bool:
         """Whether the thread with this stack still evaluates."""
         model = self._model() if self._model is not None else None
-        if model is not None and model.training:
+        if model is not None and vars(model).get("training"):  # on the observer's thread: as it is stored
             return False
         # Of a function that calls itself the outermost call: a library may run the validation as it runs the training.
         if any(position < self._reached.get(code, 0) for code, position in dict(stack.calls).items()):

@@ -10,6 +10,7 @@ from typing import Any
 from fulltilt.recorder.hooks import Function, Patches
 from fulltilt.recorder.import_watcher import ITERABLES, Brings, ImportWatcher
 from fulltilt.recorder.loaders import TIMER, LoaderRegistry, named_arguments
+from fulltilt.recorder.loaders.loader_stats import keep_answers
 from fulltilt.recorder.recorder import Recorder
 from fulltilt.records import Settings
 
@@ -47,6 +48,8 @@ def watch_loaders(patches: Patches, torch: Any, recorder: Recorder, loaders: Loa
         return __next__
 
     loader = torch.utils.data.DataLoader
+    for module in (torch.utils.data.sampler, torch.utils.data.distributed):
+        patches.undo_by(keep_answers(module))
     patches.swap_in_family(loader, __init__=constructor)
     patches.swap(loader, "__iter__", lambda original: lambda loader: loaders.iterate(original, loader))
     iterators = torch.utils.data.dataloader._BaseDataLoaderIter

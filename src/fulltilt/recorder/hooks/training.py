@@ -423,11 +423,26 @@ class StepHooks:
         return train
 
     def _is_trained(self, module: Any) -> bool:
-        parameter = next((p for p in module.parameters() if p.requires_grad), None)
+        parameter = trainable(module)
         if parameter is None:
             return False
         # A library may have an optimizer of its own, as Keras has.
         return id(parameter) in self._trained if self._state.optimizers else parameter.grad is not None
+
+
+def trainable(module: Any) -> Any:
+    """The first parameter of a model that is to be trained, or None. Its own ``parameters()`` may be the user's."""
+    left, seen = [module], set()
+    while left:
+        each = left.pop(0)
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        for parameter in vars(each)["_parameters"].values():
+            if parameter is not None and parameter.requires_grad:
+                return parameter
+        left[:0] = vars(each)["_modules"].values()
+    return None
 
 
 def _is_sharded(parameter: Any) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from fulltilt.recorder.loaders.batches import compressed_chunks, count_bytes, kind_of, padding_share, shapes_of
@@ -23,6 +27,7 @@ LAST_MESSAGES_S = 0.45
 # The latest draws, and at least so many, show whether a loader's source works ahead of the training.
 LATEST_DRAWS, FEWEST_DRAWS = 512, 16
 # Where a data set may keep its samples; fewer objects than this take hardly any memory.
+NAMED = (FunctionType, BuiltinFunctionType, MethodType, type)
 COLLECTIONS, MANY_OBJECTS = (list, tuple, dict, set), 10_000
 
 
@@ -44,6 +49,7 @@ class LoaderStats:
     made_by: str | None = None
     constructed: int = 0
     trains: bool = False
+    made_at: tuple[Any, ...] = ()  # a loader made there later, with as many samples, is the same one to its user
     batches: int = 0
     samples: int = 0
     counted: bool = False
@@ -69,9 +75,14 @@ class LoaderStats:
     in_force: dict[str, Any] = field(default_factory=dict)
     serving_workers: int | None = None  # of the pool that serves now, on trial or in force
 
-    def look_at(self, loader: Any) -> None:
-        """Read the loader's arguments as a pass begins."""
+    def read_arguments(self, loader: Any) -> None:
+        """Read the loader's arguments, on the thread that draws from it."""
         self.described, self.last_batch_size = describe(loader), _last_batch_size(loader)
+
+    def read_lengths(self, loader: Any) -> None:
+        """Read again what torch may have asked for since."""
+        self.described["dataset_len"] = length_of(_users_own(stored(loader, "dataset")))
+        self.last_batch_size = _last_batch_size(loader)
 
     def retired(self) -> bool:
         """Whether this loader's passes are over: one made at the same place then takes its place."""
@@ -116,9 +127,6 @@ class LoaderStats:
 
     def record(self, trained: bool) -> LoaderRecord:
         """The loader as a record."""
-        loader = self.loader()
-        if loader is not None:
-            self.described = describe(loader)
         role = "train" if trained else "eval" if self.batches else "unused"
         return LoaderRecord(
             loader_id=self.loader_id,
@@ -164,26 +172,42 @@ def wait_slope(draws: Sequence[tuple[float, float]]) -> tuple[float, float] | No
     return slope, 3 * (left / spread / len(steps)) ** 0.5
 
 
+def stored(owner: Any, name: str, otherwise: Any = None) -> Any:
+    """An attribute as it is stored. A property or ``__getattr__`` may be the user's code: neither runs."""
+    attributes = _attributes(owner)
+    if name not in attributes:
+        attributes = next((vars(kind) for kind in type(owner).__mro__ if name in vars(kind)), {})
+    found = attributes.get(name, otherwise)
+    return otherwise if isinstance(found, property) else found
+
+
+def _attributes(owner: Any) -> Mapping[str, Any]:
+    try:
+        return object.__getattribute__(owner, "__dict__")  # type: ignore[no-any-return]
+    except AttributeError:  # an object of a class with slots has none, nor has a plain list
+        return {}
+
+
 def describe(loader: Any) -> dict[str, Any]:
     """The arguments in force of a DataLoader, or of an object in place of one, as plain values."""
-    public = getattr(loader, "d", loader)  # fastai gives torch's iterators a wrapper of its loader
-    dataset, sampler = public.dataset, getattr(loader, "sampler", None)
+    public = stored(loader, "d", loader)  # fastai gives torch's iterators a wrapper of its loader
+    dataset, sampler = _users_own(stored(public, "dataset")), stored(loader, "sampler")
     shuffle = {"RandomSampler": True, "SequentialSampler": False}.get(type(sampler).__name__)
-    context: Any = getattr(loader, "multiprocessing_context", None)
-    method = getattr(context, "get_start_method", None)
+    context: Any = stored(loader, "_DataLoader__multiprocessing_context") or stored(loader, "multiprocessing_context")
+    workers = int(stored(loader, "num_workers", 0))
     return {
-        "dataset": type(_users_own(dataset)).__name__,
-        "dataset_len": length_of(_users_own(dataset)),
+        "dataset": type(dataset).__name__,
+        "dataset_len": length_of(dataset),
         "iterable": is_iterable(loader) and public is loader,
         "batch_size": _batch_size(public),
-        "num_workers": int(loader.num_workers),
-        "prefetch_factor": loader.prefetch_factor if loader.num_workers else None,
-        "pin_memory": bool(loader.pin_memory),
-        "persistent_workers": bool(loader.persistent_workers),
-        "shuffle": shuffle if public is loader else bool(getattr(public, "shuffle", False)),
-        "collate": _name(loader.collate_fn),
-        "start_method": method() if method is not None else None,
-        "objects": _most_objects(_users_own(dataset)),
+        "num_workers": workers,
+        "prefetch_factor": stored(loader, "prefetch_factor") if workers else None,
+        "pin_memory": bool(stored(loader, "pin_memory")),
+        "persistent_workers": bool(stored(loader, "persistent_workers")),
+        "shuffle": shuffle if public is loader else bool(stored(public, "shuffle")),
+        "collate": _name(stored(loader, "collate_fn")),
+        "start_method": context.get_start_method(allow_none=True) if context is not None else None,
+        "objects": _most_objects(dataset),
     }
 
 
@@ -194,7 +218,7 @@ def _users_own(dataset: Any) -> Any:
 
 def _most_objects(dataset: Any) -> str | None:
     """The attribute that holds most objects in a list, tuple, dict or set: ``self.paths, a list of 1,200,000``."""
-    attributes = list(getattr(dataset, "__dict__", {}).items())  # none for a class with slots, or a plain list
+    attributes = list(_attributes(dataset).items())  # at once: another thread may add one
     kept = [(len(value), name, value) for name, value in attributes if type(value) in COLLECTIONS]
     number, name, value = max(kept, key=lambda one: one[0], default=(0, "", None))
     return f"self.{name}, a {type(value).__name__} of {number:,}" if number >= MANY_OBJECTS else None
@@ -202,28 +226,61 @@ def _most_objects(dataset: Any) -> str | None:
 
 def is_iterable(loader: Any) -> bool:
     """Whether a loader's data set has no indices to draw."""
-    return bool(getattr(loader, "_dataset_kind", 0))  # torch's: 0 for a map, 1 for an iterable
+    return bool(stored(loader, "_dataset_kind", 0))  # torch's: 0 for a map, 1 for an iterable
 
 
 def _batch_size(loader: Any) -> int | None:
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or getattr(loader, "bs", None)
+    size = stored(loader, "batch_size")
+    if size is None and (batches := stored(loader, "batch_sampler")) is not None:
+        size = stored(batches, "batch_size")
+    size = stored(loader, "bs") if size is None else size
     return size if isinstance(size, int) else None
 
 
 def _last_batch_size(loader: Any) -> int | None:
-    size, indices = _batch_size(loader), length_of(getattr(loader, "sampler", None))
+    size, indices = _batch_size(loader), length_of(stored(loader, "sampler"))
     return (indices % size or None) if size and indices and not is_iterable(loader) else None
 
 
-def length_of(dataset: Any) -> int | None:
-    """The length of a data set or sampler; None where it has none."""
-    try:
-        return len(dataset)
-    except Exception:
+# --------------------------------------------------------------------------- lengths
+# A data set or sampler of the user's may do anything when it is asked for its length: seek in a file, draw random
+# numbers. So nobody asks but torch, and its answers are kept.
+
+PLAIN_TYPES = ("builtins", "numpy", "torch")  # the modules of types whose length is safe to ask for
+_answers: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+
+def keep_answers(module: Any) -> Callable[[], None]:
+    """Keep the lengths that this module of torch's asks for by ``len()``. Returns what undoes that."""
+
+    def asked(thing: Any) -> int:
+        length, number = builtins.len(thing), id(thing)
+        with contextlib.suppress(TypeError):  # it cannot be referenced weakly
+            _answers[number] = weakref.ref(thing, lambda _: _answers.pop(number, None)), length
+        return length
+
+    module.len = asked
+    return lambda: vars(module).pop("len", None)
+
+
+def length_of(thing: Any) -> int | None:
+    """The length of a data set or sampler, as far as it is known without asking the user's code; else None."""
+    reference, answer = _answers.get(id(thing), (lambda: None, None))
+    if thing is not None and reference() is thing:
+        return answer
+    module = type(thing).__module__
+    if module in PLAIN_TYPES:
+        with contextlib.suppress(TypeError):
+            return len(thing)
+    if not module.startswith("torch.utils.data."):
         return None
+    for name in ("num_samples", "_num_samples"):
+        if isinstance(number := stored(thing, name), int):
+            return number
+    parts = (stored(thing, name) for name in ("data_source", "indices", "dataset"))
+    first = next((part for part in (*parts, *stored(thing, "tensors", ())) if part is not None), None)
+    return None if first is None else length_of(first)
 
 
 def _name(function: Any) -> str | None:
-    return getattr(function, "__qualname__", None) or type(function).__name__
+    return function.__qualname__ if isinstance(function, NAMED) else type(function).__name__

@@ -20,7 +20,14 @@ from fulltilt.recorder.import_watcher import Brings
 from fulltilt.recorder.loaders import workers
 from fulltilt.recorder.loaders.batches import count_samples
 from fulltilt.recorder.loaders.call_sites import ENGINE, call_sites
-from fulltilt.recorder.loaders.loader_stats import INSPECT_EVERY, INSPECT_FIRST, LoaderStats, describe, is_iterable
+from fulltilt.recorder.loaders.loader_stats import (
+    INSPECT_EVERY,
+    INSPECT_FIRST,
+    LoaderStats,
+    describe,
+    is_iterable,
+    stored,
+)
 from fulltilt.recorder.marks import Activity, BatchArrived, PassBegan, PassEnded, Point, WaitBegan
 from fulltilt.recorder.stacks.frames import callers, shown_line, users_line
 from fulltilt.recorder.steps import LONG_WAIT_NS
@@ -28,6 +35,7 @@ from fulltilt.recorder.user_code import own_package, owner
 
 # The attribute of torch's iterators that holds our timer.
 TIMER = "_fulltilt_timer"
+MOST_LOADERS = 64  # told apart by their length; beyond, those made at one place are one
 TORCHS_ITERATORS = "torch.utils.data.dataloader"
 
 
@@ -82,7 +90,7 @@ class LoaderRegistry:
             return stats
 
     def _add_loader(self, loader: Any) -> LoaderStats:
-        unbatched = getattr(loader, "batch_sampler", None) is None and not is_iterable(loader)
+        unbatched = stored(loader, "batch_sampler") is None and not is_iterable(loader)
         return self.add(loader=weakref.ref(loader), asked_for=1 if unbatched else None)
 
     def add(self, **known: Any) -> LoaderStats:
@@ -93,32 +101,43 @@ class LoaderRegistry:
 
     def constructed(self, loader: Any, given: tuple[str, ...]) -> None:
         """Remember where a loader was constructed and which arguments were written there."""
-        if loader in self._by_loader:
-            known = self._by_loader[loader]
+        if (known := self._by_loader.get(loader)) is not None:
             known.given = given or known.given  # the constructor of a derived class: what the user wrote
             return
+        if "dataset" not in vars(loader):
+            return  # a derived class with everything of its own, and no constructor of torch's
         self.recorder.ensure_started()
         sites = call_sites(loader)
-        described = describe(loader)
         # A library may make all its loaders at one line of the user's, without a length: Keras, of a PyDataset.
-        key = (*sites.nearest, described["dataset_len"], sites.made_by is not None and self.recorder.eval_mode)
+        in_eval = sites.made_by is not None and self.recorder.eval_mode
+        described = describe(loader)
+        made_at = (*sites.nearest, described["dataset"], described["shuffle"], in_eval)
+        crowded = len(self.all) >= MOST_LOADERS
+        key = made_at if crowded else (*made_at, described["dataset_len"])
         with self._lock:
             stats = self._made_before.get(key)
-            if stats is None or not stats.retired():
+            if stats is None or not (crowded or stats.retired()):
                 self._made_before[key] = stats = self._add_loader(loader)
-            stats.loader = weakref.ref(loader)
+            stats.loader, stats.made_at = weakref.ref(loader), made_at
             stats.constructed += 1
             self._by_loader[loader] = stats
         stats.where, stats.made_by, stats.given = sites.where, sites.made_by, given
         stats.described = described
         if sites.made_by is not None:
-            self._inherit(stats, loader.dataset)
+            self._inherit(stats, stored(loader, "dataset"))
+
+    def learn_length(self, stats: LoaderStats) -> None:
+        """The first batch of a pass has come: by now torch has asked the data set for its length."""
+        if stats.described.get("dataset_len") is None and (loader := stats.loader()) is not None:
+            stats.read_lengths(loader)
+            with self._lock:
+                self._made_before.setdefault((*stats.made_at, stats.described["dataset_len"]), stats)
 
     def _inherit(self, stats: LoaderStats, dataset: Any) -> None:
         """A library made this loader out of one of the user's (accelerate does): then the user's call is the place."""
         for other in self.all:
             made = other.loader()
-            if other.made_by is None and other is not stats and made is not None and made.dataset is dataset:
+            if other.made_by is None and other is not stats and made is not None and stored(made, "dataset") is dataset:
                 stats.where, stats.made_by, stats.given = other.where, None, other.given
                 return
 
@@ -163,14 +182,19 @@ class LoaderRegistry:
         # What a DataLoader draws from, or another such iterator, is a part of it.
         if not recorder.on_training_thread() or recorder.activity is not Activity.USER:
             return begin()
+        stats = self.of_iterable(library, iterable)
+        return LibraryIterator(self, stats, self._begin_pass(None, stats, begin), brings)
+
+    def of_iterable(self, made_by: str, iterable: Any) -> LoaderStats:
+        """The stats of the iterables of this type that the user's line uses, which may be made anew in each epoch."""
         where, _ = users_line()
         with self._lock:
-            key = (library, where, type(iterable).__name__)
+            key = (made_by, where, type(iterable).__name__)
             stats = self._made_before.get(key)
             if stats is None:
                 what = describe_iterable(iterable)
-                stats = self._made_before[key] = self.add(described=what, where=where, made_by=library)
-        return LibraryIterator(self, stats, self._begin_pass(None, stats, begin), brings)
+                stats = self._made_before[key] = self.add(described=what, where=where, made_by=made_by)
+            return stats
 
     def observe_feed(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of one pass over a loader of the feed's, with each wait measured."""
@@ -191,7 +215,7 @@ class LoaderRegistry:
         recorder = self.recorder
         recorder.resume()
         if loader is not None:
-            stats.look_at(loader)
+            stats.read_arguments(loader)
         stats.passes += 1
         stats.in_pass = True
         stats.pass_began_s = time.perf_counter()
@@ -339,6 +363,8 @@ class BatchTimer:
         self._note_wait(first and workers > 0, waited, time.thread_time() - cpu if timed else None)
         if not first and stats.arrived[0] == stats.batches:
             stats.draws.append((began - stats.arrived[1], waited))
+        if first:
+            loaders.learn_length(stats)
         samples = self._count(batch)
         stats.arrived = stats.batches, began + waited
         doubtful = evaluating and loaders.gradients()
@@ -431,6 +457,9 @@ class TimedIterator(BatchTimer):
     def __len__(self) -> int:
         return len(self.source)
 
+    def __bool__(self) -> bool:  # a generator is true, and has no length
+        return bool(self.source)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
 
@@ -464,8 +493,7 @@ class TimedIterable(Generic[Item]):
     def __init__(self, loaders: LoaderRegistry, batches: Iterable[Item]) -> None:
         self._loaders = loaders
         self._batches = batches
-        where, _ = users_line()
-        self._stats = loaders.add(described=describe_iterable(batches), where=where, made_by="script")
+        self._stats = loaders.of_iterable("script", batches)
 
     def __iter__(self) -> Iterator[Item]:
         self._stats.passes += 1
@@ -499,7 +527,7 @@ def _describe_feed(loader: Any) -> dict[str, Any]:
     dataset, order = getattr(loader, "dataset", loader), getattr(loader, "order", None)
     return describe_iterable(
         dataset,
-        dataset_len=len(dataset) if dataset is not loader else getattr(order, "samples", None),
+        dataset_len=getattr(order, "samples", None),
         iterable=False,
         batch_size=getattr(order, "batch_size", None),
         num_workers=getattr(loader, "workers", 0),

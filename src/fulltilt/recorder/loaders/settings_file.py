@@ -80,12 +80,14 @@ class LoaderOverride:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with the settings in force, or as they were for a loader that does not train."""
         given = named_arguments(original, args, kwargs)
-        # Some constructors do not take the number of workers themselves, but pass it on.
-        takes_workers = "num_workers" in inspect.signature(original).parameters
-        if given is None or not takes_workers or not self.is_for(loader, given):
+        if given is None or not self.is_for(loader, given):
             return args, kwargs
         changed = self.changed(given)
-        return (changed.pop("dataset", None),), changed
+        try:
+            inspect.signature(original).bind(loader, **changed)
+        except TypeError:  # a derived class that does not take all of them: torch's constructor, which it calls, does
+            return args, kwargs
+        return (), changed
 
     def is_for(self, loader: Any, given: dict[str, Any]) -> bool:
         """Whether the settings are for this loader, which is under construction."""
@@ -110,4 +112,6 @@ def looks_like_training(given: dict[str, Any]) -> bool:
     """Whether a loader looks like a training loader: it shuffles, or has a sampler of its own."""
     dataset = given.get("dataset")
     streams = any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
-    return bool(given.get("shuffle") or given.get("sampler") or given.get("batch_sampler") or streams)
+    # Whether a sampler is true would be its length, which the user's code would be asked for.
+    own = given.get("sampler") is not None or given.get("batch_sampler") is not None
+    return bool(given.get("shuffle")) or own or streams

@@ -161,7 +161,7 @@ def _work_of_call(called: list[str], code: CodeType, known: Names) -> Work | Non
     name, last = called[0], called[-1]
     if any(part.rstrip("#") in TO_PYTHON for part in called[1:]):
         return "host"
-    if name in known and (len(called) <= 2 or isinstance(known[name], ModuleType)):
+    if name in known and (len(called) <= 2 or _is_a(known[name], ModuleType)):
         return "torch" if _package(known[name]) == "torch" and last not in FROM_PYTHON else "host"
     if len(called) == 1:
         return "host" if name not in _own_names(code) and hasattr(builtins, name) else None
@@ -172,7 +172,7 @@ def _work_of_call(called: list[str], code: CodeType, known: Names) -> Work | Non
 def _by_the_rest(code: CodeType, known: Names) -> Work:
     """Torch's, unless the function, or else its module, uses array libraries and never torch."""
     for used in (code.co_names, tuple(known)):
-        packages = {_package(value) for name in used if isinstance(value := known.get(name), ModuleType)}
+        packages = {_package(value) for name in used if _is_a(value := known.get(name), ModuleType)}
         if "torch" in packages:
             return "torch"
         if packages & ARRAYS or (used is code.co_names and "numpy" in used):
@@ -182,14 +182,19 @@ def _by_the_rest(code: CodeType, known: Names) -> Work:
 
 def _package(value: Any) -> str:
     """The package of a global value, found without calling the user's code."""
-    if isinstance(value, ModuleType):
-        name = value.__name__
-    elif isinstance(value, FunctionType | BuiltinFunctionType | type):
+    if _is_a(value, ModuleType):
+        name = object.__getattribute__(value, "__dict__").get("__name__")  # a lazy module imports itself when asked
+    elif _is_a(value, FunctionType, BuiltinFunctionType, type):
         name = value.__module__
     else:
         torch = sys.modules.get("torch")
-        name = "torch" if torch is not None and issubclass(type(value), torch.Tensor) else type(value).__module__
+        name = "torch" if torch is not None and _is_a(value, torch.Tensor) else type(value).__module__
     return name.partition(".")[0] if isinstance(name, str) else ""
+
+
+def _is_a(value: Any, *kinds: type) -> bool:
+    """isinstance(), without asking an object that stands for another one (a lazy one, a proxy) for its class."""
+    return issubclass(type(value), kinds)
 
 
 @cache

@@ -24,8 +24,9 @@ from typing import Any
 from fulltilt import store
 from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.hooks.dataloader import override_fastai
+from fulltilt.recorder.hooks.training import trainable
 from fulltilt.recorder.loaders import LoaderRegistry, LoaderStats, call_sites
-from fulltilt.recorder.loaders.loader_stats import length_of
+from fulltilt.recorder.loaders.loader_stats import length_of, stored
 from fulltilt.recorder.loaders.settings_file import LoaderOverride, looks_like_training
 from fulltilt.recorder.session import Session
 from fulltilt.recorder.steps import BACKWARDS_WITHOUT_OPTIMIZER
@@ -327,8 +328,11 @@ class AppliedSettings(LoaderOverride):
         if wanted is None or wanted.where is None:
             return looks_like_training(given)
         sites = call_sites(loader)
-        if sites.where != wanted.where or length_of(given.get("dataset")) != wanted.dataset_len:
+        length = length_of(given.get("dataset"))
+        if sites.where != wanted.where or length not in (None, wanted.dataset_len):
             return False
+        if length is None and wanted.shuffle and not looks_like_training(given):
+            return False  # as many samples or not: nobody but torch asks the user's data set for its length
         # A library makes all of its loaders at the same line of the user's script.
         return sites.made_by is None or looks_like_training(given)
 
@@ -340,7 +344,7 @@ class AppliedSettings(LoaderOverride):
             return changed
         if given.get("batch_sampler") is not None:
             # The user's own sampler, or that of a changed loader around which a library makes its own.
-            if getattr(given["batch_sampler"], "batch_size", None) != batch_size:
+            if stored(given["batch_sampler"], "batch_size") != batch_size:
                 self.remarks.append("the loader has a batch_sampler, which has its own batch size")
         elif given.get("batch_size", 1) is None:
             self.remarks.append("the data set makes its batches itself (batch_size=None)")
@@ -363,7 +367,7 @@ def _compile_first_trained(torch: Any) -> None:
     """Compile the first module called that has parameters to train: the model, before its submodules."""
 
     def first_call(module: Any, _inputs: Any) -> None:
-        if module.training and any(parameter.requires_grad for parameter in module.parameters()):
+        if module.training and trainable(module) is not None:
             handle.remove()
             module.compile()
 
