@@ -58,6 +58,17 @@ def test_shorter_turns_of_the_scripts_own_stay() -> None:
     assert sys.getswitchinterval() == pytest.approx(0.00001)
 
 
+def test_the_scripts_own_turns_are_back_in_the_end() -> None:
+    turns = SwitchInterval()
+    turns.apply()
+    turns.restore()
+    assert sys.getswitchinterval() == pytest.approx(0.005)
+    turns.apply()
+    sys.setswitchinterval(0.02)
+    turns.restore()
+    assert sys.getswitchinterval() == pytest.approx(0.02), "set by the script since"
+
+
 def test_a_forked_process_takes_over_what_its_parent_put_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: 2)
     SwitchInterval().apply()

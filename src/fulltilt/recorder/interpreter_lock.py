@@ -45,6 +45,7 @@ class SwitchInterval:
     def __init__(self) -> None:
         self._for_calls = RateLimit(FOR_CALLS, AT_ONCE_S, clock=time.monotonic)
         self._for_cpus = RateLimit(FOR_CPUS, AT_ONCE_S, clock=time.monotonic)
+        self._scripts_s = sys.getswitchinterval()
         self._patient = False  # more was spent than may be
         self._crowded_s = 0.0  # what a sample costs for want of CPUs, lately
         self._worked_s = self._began_s = time.monotonic()
@@ -54,9 +55,18 @@ class SwitchInterval:
     def apply(self) -> None:
         """Set the interval that suits the present threads; a script's own shorter one stays."""
         now_s = sys.getswitchinterval()
-        # Python keeps whole microseconds.
-        if now_s > OTHERS_S or min(abs(now_s - ALONE_S), abs(now_s - OTHERS_S)) < 0.5e-6:
+        if not self._is_ours(now_s):
+            self._scripts_s = now_s
+        if self._is_ours(now_s) or now_s > OTHERS_S:
             sys.setswitchinterval(self._suitable_s())
+
+    def restore(self) -> None:
+        """Put back the script's own interval, unless the script has set another one since."""
+        if self._is_ours(sys.getswitchinterval()):
+            sys.setswitchinterval(self._scripts_s)
+
+    def _is_ours(self, now_s: float) -> bool:
+        return min(abs(now_s - ours_s) for ours_s in (ALONE_S, OTHERS_S, PATIENT_S)) < 0.5e-6  # whole microseconds
 
     def every_s(self, usual_s: float) -> float:
         """The interval between samples: ``usual_s``, or more where samples cost too much."""
@@ -110,15 +120,15 @@ class OtherThreads:
         since_s, self._polled_s = now_s - self._polled_s, now_s
         before, self._ran_s, self._busy = self._ran_s, {}, {}
         for thread in threading.enumerate():
-            number = thread.native_id or training
-            not_theirs = number == training or thread.name.startswith("fulltilt-")
+            number, called = thread.native_id or training, vars(thread)["_name"]  # a class may have a name of its own
+            not_theirs = number == training or called.startswith("fulltilt-")
             all_s = None if not_theirs else cpu_s(cpu_clock(number))
             if all_s is None:
                 continue
             self._ran_s[number] = all_s
             ran_s = all_s - before.get(number, all_s)
             if ran_s > BUSY_SHARE * since_s:
-                name = common_name(thread.name)
+                name = common_name(called)
                 self._busy[thread.ident or 0] = name
                 if name in self._cpu_s or len(self._cpu_s) < MOST_NAMES:
                     self._cpu_s[name] = self._cpu_s.get(name, 0.0) + ran_s

@@ -66,6 +66,7 @@ class Observer(threading.Thread):
         self._stop_asked.set()
         if self.is_alive():
             self.join(timeout=10.0)
+        self.switch_interval.restore()
         self._drain(patience_s=5.0)
         self._state.poll()
         self._write_spans(final=True)
