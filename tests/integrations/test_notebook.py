@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import fulltilt
 from fulltilt.errors import UsageError
@@ -52,6 +54,25 @@ def test_a_cell_that_fails_is_a_crashed_run(shell: Shell, tmp_path: Path) -> Non
     shell.error = ValueError("no")
     shell.magic("--out a", "x = 1")
     assert fulltilt.load(tmp_path / "a").run.state == "crashed"
+
+
+def test_a_cell_that_is_run_again_ends_the_recording_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save = torch.save
+    for _ in range(2):
+        recording = fulltilt.record(tmp_path / "a").start()  # the first time the cell fails before its stop()
+    recording.stop()
+    assert torch.save is save
+    assert fulltilt.load(tmp_path / "a").run.state == fulltilt.load(tmp_path / "a/before-1").run.state == "done"
+    assert "a held a run already; it is now in" in capfd.readouterr().err
+
+
+def test_a_rank_that_the_script_starts_blames_no_earlier_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the script")
+    for _ in range(2):
+        fulltilt.record(tmp_path).start().stop()
+    assert "maybe another rank's of this job; it is now in" in capfd.readouterr().err
 
 
 def test_without_a_folder_each_cell_has_its_own(shell: Shell, tmp_path: Path) -> None:

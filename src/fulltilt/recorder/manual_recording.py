@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import socket
 import sys
@@ -16,7 +17,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from fulltilt import __version__, store
 from fulltilt.errors import StoppedEarly
@@ -208,6 +209,8 @@ class Recording(LoopMarks):
         self._files: RunFiles | None = None
         self._sampler: Sampler | None = None
 
+    under_way: ClassVar[Recording | None] = None  # of this process
+
     # ------------------------------------------------------------------ from start to stop
 
     def start(self, asked: Settings | None = None) -> Recording:
@@ -221,18 +224,24 @@ class Recording(LoopMarks):
             self._session, self._attached = attach.current, True
             self.folder = attach.current.recorder.folder
             return self
+        if (earlier := Recording.under_way) is not None:
+            earlier.stop()  # a notebook's cell that ended in an exception is run again
         t0_ns = time.perf_counter_ns()
         gpus = Gpus.open(root_pid=job_root())
         # Each rank that a launcher started records by itself: into a folder of its own in this one.
         self._files = RunFiles(self.folder, self._name, t0_ns, gpus, asked, self._task or launched_task((), os.environ))
         if self._files.aside is not None:
-            print(f"fulltilt: {self.folder} held a run already; it is now in {self._files.aside}", file=sys.stderr)
+            # Ranks that the script itself starts come one after the other, without a launcher's variables.
+            whose = "" if multiprocessing.parent_process() is None else ", maybe another rank's of this job"
+            held = f"{self.folder} held a run already{whose}"
+            print(f"fulltilt: {held}; it is now in {self._files.aside}", file=sys.stderr)
         self._sampler = Sampler(self._files.take, gpus=gpus, host=HostProbe(os.getpid()), t0=t0_ns * 1e-9)
         self._sampler.start()
         self._session = Session(torch, self._files.folder, t0_ns)
         self._session.begin_here()
         self._session.exits.write_record = self._write_record
         atexit.register(self._stop_with_process)
+        Recording.under_way = self
         return self
 
     def stop(self, *, error: BaseException | None = None) -> None:
@@ -242,6 +251,8 @@ class Recording(LoopMarks):
     def _stop(self, state: Ended, exit_code: int | None, ended_by: str | None) -> None:
         session, self._session = self._session, None
         atexit.unregister(self._stop_with_process)
+        if Recording.under_way is self:
+            Recording.under_way = None
         if session is None or self._attached or self._files is None:
             return
         if os.getpid() != session.recorder.pid:
