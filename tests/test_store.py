@@ -464,3 +464,10 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_run(tmp_path: Path) 
         store.create_folder(tmp_path / "file" / "run")
     assert caught.value.exit_code == 7
     assert caught.value.remedy == "Choose another folder with --out."
+
+
+def test_two_jobs_started_together_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "exists", lambda _: False)  # each looks before the other one has created it
+    made = {store.create_new_folder(Path("fulltilt-runs/train")) for _ in range(3)}
+    assert {folder.name for folder in made} == {"train", "train-2", "train-3"}

@@ -75,6 +75,16 @@ def test_a_script_with_habits_behaves_as_without(tmp_path: Path) -> None:
     assert state(tmp_path)["exit_code"] == 7
 
 
+def test_the_job_inherits_what_the_shell_has_opened_for_it(tmp_path: Path) -> None:
+    """`fulltilt run train.py <(list of files)`."""
+    reads, writes = os.pipe()
+    os.write(writes, b"from the shell")
+    os.close(writes)
+    done = run([*OBSERVED, "cat", f"/dev/fd/{reads}"], tmp_path, pass_fds=(reads,))
+    os.close(reads)
+    assert done.stdout == "from the shell"
+
+
 def test_a_traceback_is_the_scripts_own(tmp_path: Path) -> None:
     plain, observed = both(tmp_path, "def f():\n    raise ValueError('mine')\nf()\n")
     assert plain.returncode == observed.returncode == 1

@@ -44,12 +44,13 @@ class LaunchedJob:
             self._process = subprocess.Popen(
                 command,
                 env=environment,
+                close_fds=False,  # a shell's <(...) is a descriptor; our own are closed on exec anyway
                 # Safe: no thread has been started yet. The job begins with the signals that we began with.
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before) and None,  # noqa: PLW1509
             )
             self._sentinel = self._start_sentinel()
         else:
-            self._process = subprocess.Popen(command, env=environment)
+            self._process = subprocess.Popen(command, env=environment, close_fds=False)
 
     @property
     def pid(self) -> int:

@@ -128,12 +128,7 @@ def run_folder(out: Path | None, name: str, task: Task | None = None) -> Path:
         out = out or Path("fulltilt-runs") / f"{plain}-{re.sub(r'[^A-Za-z0-9._-]+', '-', task.job)[:60]}"
         return store.create_task_folder(out, task_name(task, socket.gethostname()))
     if out is None:
-        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{plain}"
-        out = Path("fulltilt-runs") / stem
-        for number in range(2, 1000):
-            if not out.exists():
-                break
-            out = out.with_name(f"{stem}-{number}")
+        return store.create_new_folder(Path("fulltilt-runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{plain}")
     return store.create_folder(out)
 
 

@@ -35,6 +35,7 @@ from fulltilt.store.run_folder import SETTINGS_FILE as SETTINGS_FILE
 from fulltilt.store.run_folder import LineWriter as LineWriter
 from fulltilt.store.run_folder import claim_file as claim_file
 from fulltilt.store.run_folder import create_folder as create_folder
+from fulltilt.store.run_folder import create_new_folder as create_new_folder
 from fulltilt.store.run_folder import create_task_folder as create_task_folder
 from fulltilt.store.run_folder import is_task as is_task
 from fulltilt.store.run_folder import move_earlier_run as move_earlier_run

@@ -246,15 +246,19 @@ def create_task_folder(folder: Path, name: str) -> Path:
     Other tasks do the same at the same time, maybe on other machines. No lock is needed: on every file system only one
     process can create a folder.
     """
-    create_folder(folder)
-    number = 1
+    return create_new_folder(create_folder(folder) / name, ".")
+
+
+def create_new_folder(folder: Path, before_number: str = "-") -> Path:
+    """A new folder for a run: ``folder``, or where that exists ``folder-2``, …; raises as ``create_folder`` does."""
+    made, number = folder, 1
     while True:
-        made = folder / (name if number == 1 else f"{name}.{number}")
         try:
-            made.mkdir()
+            made.mkdir(parents=True)
             return create_folder(made)
         except FileExistsError:
             number += 1
+            made = folder.with_name(f"{folder.name}{before_number}{number}")
         except OSError as error:
             raise _cannot("write", made, error) from error
 
