@@ -1,4 +1,6 @@
 import sys
+import threading
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -6,6 +8,7 @@ import pytest
 import torch
 
 from fulltilt.recorder.rank_state import RankState, _name_of_group, memory_parts
+from fulltilt.recorder.session import Session
 
 
 def test_adam_holds_two_states_a_weight() -> None:
@@ -15,7 +18,7 @@ def test_adam_holds_two_states_a_weight() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 10)).sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    parts = memory_parts(torch, [optimizer], on_gpu=False)
+    parts = memory_parts(torch, [optimizer], gpu=None)
     step_counter = 4
     assert (parts.parameters, parts.weights_bytes, parts.gradients_bytes) == (50, 200, 200)
     assert parts.optimizer_bytes == 400 + step_counter
@@ -26,7 +29,7 @@ def test_adam_holds_two_states_a_weight() -> None:
 def test_weights_of_two_optimizers_are_counted_once() -> None:
     weight = torch.nn.Parameter(torch.ones(4))
     both = [torch.optim.SGD([weight], 0.1), torch.optim.SGD([weight], 0.1)]
-    assert memory_parts(torch, both, on_gpu=False).parameters == 4
+    assert memory_parts(torch, both, gpu=None).parameters == 4
 
 
 class Store(dict[str, Any]):
@@ -65,3 +68,35 @@ def test_ranks_of_horovod_are_those_that_its_launcher_named(
     state.learn_group()
     assert (state.rank, state.world_size) == place
     assert state.group is None, "no store of torch's was asked for a name"
+
+
+class Cuda(threading.local):
+    """As torch's: the current device belongs to the thread, and begins at 0."""
+
+    index = 0
+
+    def memory_stats(self, index: int | None = None) -> dict[str, int]:
+        return {"allocated_bytes.all.peak": 7 if (self.index if index is None else index) == 1 else 0}
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=str(index))
+
+    def current_device(self) -> int:
+        return self.index
+
+
+def test_the_observer_reads_the_gpu_that_trains(tmp_path: Path) -> None:
+    session, cuda = Session(torch, tmp_path, 0), Cuda()
+    state = session.state
+    cuda.index, state.gpu = 1, 1
+    state._torch = SimpleNamespace(
+        cuda=cuda, **{name: getattr(torch, name) for name in ("backends", "get_num_threads")},
+        get_float32_matmul_precision=torch.get_float32_matmul_precision,
+    )  # fmt: skip
+    read: list[Any] = []
+    observer = threading.Thread(
+        target=lambda: read.append(state.record(0, 1.0, False, session.recorder.intervals, True, 1.0))
+    )
+    observer.start()
+    observer.join()
+    assert (read[0].device, read[0].gpu_uuid, read[0].vram_peak_bytes) == ("cuda:1", "GPU-1", 7)

@@ -22,7 +22,7 @@ from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, StackView
 
 
-def memory_parts(torch: Any, optimizers: Iterable[Any], on_gpu: bool) -> records.MemoryRecord:
+def memory_parts(torch: Any, optimizers: Iterable[Any], gpu: int | None) -> records.MemoryRecord:
     """Memory by part. Call it just after an optimizer's step, when gradients and states are there."""
     parameters: dict[int, Any] = {}
     states = 0
@@ -34,8 +34,8 @@ def memory_parts(torch: Any, optimizers: Iterable[Any], on_gpu: bool) -> records
     weights = sum(_bytes(parameter) for parameter in parameters.values())
     gradients = sum(_bytes(parameter.grad) for parameter in parameters.values() if parameter.grad is not None)
     other = None
-    if on_gpu:
-        other = max(0, int(torch.cuda.memory_allocated()) - weights - gradients - states)
+    if gpu is not None:
+        other = max(0, int(torch.cuda.memory_allocated(gpu)) - weights - gradients - states)
     count = sum(int(parameter.numel()) for parameter in parameters.values())
     return records.MemoryRecord(count, weights, gradients, states, other)
 
@@ -114,6 +114,7 @@ class RankState:
         self.rank = _number_in("RANK", 0)
         self.world_size = _number_in("WORLD_SIZE", 1)
         self.group: str | None = None
+        self.gpu = 0  # torch's number for it: the current one is each thread's own, and the observer's is 0
         self.cpus_at_start: int | None = None  # usable by this process before the script set anything
         self._parent_pid = os.getppid()  # it may end before this process does
         self.loaders: LoaderRegistry  # set by the session: it needs the recorder, which needs this
@@ -282,7 +283,7 @@ class RankState:
         """Everything noted so far; ``scale`` is what totals over measured calls must be multiplied by."""
         trained = builder.counter.train_loaders
         cuda = self._torch.cuda if on_gpu else None
-        stats = cuda.memory_stats() if cuda is not None else {}
+        stats = cuda.memory_stats(self.gpu) if cuda is not None else {}
         times = self._training_thread_s()
         return records.RankRecord(
             rank=stream,
@@ -290,7 +291,7 @@ class RankState:
             pid=os.getpid(),
             parent_pid=self._parent_pid,
             hostname=socket.gethostname(),
-            device=f"cuda:{cuda.current_device()}" if cuda is not None else "cpu",
+            device=f"cuda:{self.gpu}" if cuda is not None else "cpu",
             gpu_uuid=self._gpu_uuid(cuda),
             t0_s=0.0,
             t1_s=t1_s,
@@ -399,7 +400,7 @@ class RankState:
     def _gpu_uuid(self, cuda: Any) -> str | None:
         if cuda is None:
             return None
-        uuid = getattr(cuda.get_device_properties(cuda.current_device()), "uuid", None)
+        uuid = getattr(cuda.get_device_properties(self.gpu), "uuid", None)
         return None if uuid is None else f"GPU-{uuid}"
 
 

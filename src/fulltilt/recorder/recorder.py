@@ -130,10 +130,10 @@ class Recorder:
         """Note a fact from any thread, without a change of activity."""
         self.marks.append((time.perf_counter_ns(), None, fact, Point.NONE, None))
 
-    def trains_on_gpu(self, torch: Any) -> None:
-        """Start the GPU's clock, between two steps, once an optimizer has CUDA parameters."""
+    def trains_on_gpu(self, torch: Any, index: int) -> None:
+        """Start the GPU's clock, between two steps, once an optimizer has CUDA parameters, on the GPU ``index``."""
         if self.clock is None:
-            self.clock = CudaClock(torch)
+            self.clock, self.state.gpu = CudaClock(torch), index
 
     def calibrate_if_asked(self, point: Point) -> None:
         """Give the host a lead at this point of a step if the observer has asked for it."""

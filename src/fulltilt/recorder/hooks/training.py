@@ -338,7 +338,8 @@ class StepHooks:
         """Measure the memory by part at the end of a step, while the gradients are there."""
         known = [optimizer for reference in self._known if (optimizer := reference()) is not None]
         try:
-            self._state.memory = memory_parts(self._torch, known, self._recorder.clock is not None)
+            gpu = None if self._recorder.clock is None else self._state.gpu
+            self._state.memory = memory_parts(self._torch, known, gpu)
         except Exception as error:  # an unusual optimizer must not stop the training
             self._state.memory = MemoryRecord(0, 0, 0, 0)
             self._state.remark(f"memory by part: {type(error).__name__}: {error}")
@@ -360,7 +361,7 @@ class StepHooks:
             self._state.parameter_dtype = str(parameters[0].dtype).removeprefix("torch.")
             self._state.sharded |= any(_is_sharded(parameter) for parameter in parameters)
             if parameters[0].is_cuda:
-                self._recorder.trains_on_gpu(self._torch)
+                self._recorder.trains_on_gpu(self._torch, parameters[0].device.index or 0)
                 self._trains_on_gpu()
 
     def _scaler_step(self, original: Function) -> Function:
