@@ -80,6 +80,14 @@ def test_the_record_is_written_before_the_process_leaves_with_its_own_code(patch
     assert happened == [("written", 5), ("_exit", 5), ("written", -6), ("abort",)]
 
 
+def test_a_process_may_name_its_status(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[dict[str, int]] = []
+    monkeypatch.setattr(os, "_exit", lambda **named: left.append(named))
+    patched()
+    os._exit(status=3)
+    assert left == [{"status": 3}]
+
+
 def test_a_record_that_hangs_or_fails_keeps_nobody_from_leaving(
     patched: Any, happened: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

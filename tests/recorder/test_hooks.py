@@ -6,6 +6,7 @@ import gc
 import importlib
 import math
 import os
+import pickle
 import sys
 import threading
 import time
@@ -217,3 +218,46 @@ def test_the_learning_rate_is_that_from_before_a_warm_up(tmp_path: Path) -> None
         assert (optimizer.param_groups[0]["lr"], session.state.learning_rate) == (0.001, 0.1)
     finally:
         session.finish()
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.save", "os._exit", "torch.distributed.all_reduce", "torch.Tensor.to", "torch.nn.Module.train"]
+)
+def test_what_is_patched_can_be_pickled(tmp_path: Path, name: str) -> None:
+    """A pool of processes that saves in the background is given torch.save itself."""
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    try:
+        patched = eval(name, {"torch": torch, "os": os})
+        assert pickle.loads(pickle.dumps(patched)) is patched
+    finally:
+        session.finish()
+
+
+def test_what_the_script_has_put_in_place_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a recording, and a forked child, take only our own patches away."""
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    monkeypatch.setattr(torch, "save", torch.save)
+    monkeypatch.setattr(torch.Tensor, "to", torch.Tensor.to)
+    monkeypatch.delitem(sys.modules, "torchvision.tv_tensors", raising=False)
+    session.install()
+    theirs, ours = print, torch.Tensor.to
+    torch.save = theirs
+    monkeypatch.setitem(sys.modules, "torchvision.tv_tensors", torch)  # imported since: it keeps our Tensor.to
+    session.finish()
+    assert torch.save is theirs
+    assert torch.Tensor.to is ours
+
+
+def test_what_is_compiled_asks_for_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo knows no thread's number, and a graph of one piece allows nothing that it does not know."""
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: "plain")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    with monkeypatch.context() as patch:
+        patch.setattr(session.recorder, "on_training_thread", lambda: pytest.fail("dynamo cannot trace this"))
+        assert torch.distributed.barrier() == "plain"
+        assert torch.nn.Linear(1, 1).eval().training is False
+        session._steps._after_step(None, (), {})
+    session.finish()

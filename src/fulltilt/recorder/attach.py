@@ -125,5 +125,6 @@ def _start_afresh() -> None:
     current.recorder.active = False
     if not current.loaders.starting_workers:
         current.restore()
+        current.observer.switch_interval.restore()
         current = None
         start(sys.modules["torch"])

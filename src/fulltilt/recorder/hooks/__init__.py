@@ -32,6 +32,7 @@ For the caller everything behaves as before: same values, same exceptions, same 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -47,12 +48,25 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def swap(self, home: Any, name: str, make: Callable[[Function], Function]) -> None:
-        """Put ``make(original)`` in the place of ``home.name``."""
-        own = name in vars(home)
+    def swap(
+        self, home: Any, name: str, make: Callable[[Function], Function], unless: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Put ``make(original)`` in the place of ``home.name``; for pickle, also where a function was defined.
+
+        The original comes back later, ``unless`` that is true by then, or the script has put its own there.
+        """
         original = getattr(home, name)
-        setattr(home, name, functools.wraps(original)(make(original)))
-        self._undo.append(lambda: setattr(home, name, original) if own else delattr(home, name))
+        replacement: Any = functools.wraps(original)(make(original))
+        homes = [home]
+        if isinstance(home, type):
+            replacement.__module__, replacement.__qualname__ = home.__module__, f"{home.__qualname__}.{name}"
+        else:
+            defined = sys.modules.get(getattr(original, "__module__", None) or "")
+            homes += [defined] if defined is not home and getattr(defined, name, None) is original else []
+        for each in homes:
+            own = name in vars(each)
+            setattr(each, name, replacement)
+            self._undo.append(functools.partial(_put_back, each, name, replacement, original if own else None, unless))
 
     def around(self, home: Any, name: str, call: Callable[..., Any]) -> None:
         """Replace ``home.name`` by ``call(original, ...)``. That costs a call, so not for what runs in each step."""
@@ -76,8 +90,8 @@ class Patches:
             swap_own(derived)
 
         all_of(base)
-        base.__init_subclass__ = classmethod(__init_subclass__)
-        self._undo.append(lambda: delattr(base, "__init_subclass__"))
+        base.__init_subclass__ = hook = classmethod(__init_subclass__)
+        self._undo.append(functools.partial(_put_back, base, "__init_subclass__", hook))
 
     def undo_by(self, undo: Callable[[], None]) -> None:
         """Add a function that undoes some other change."""
@@ -87,6 +101,17 @@ class Patches:
         """Put every original back."""
         while self._undo:
             self._undo.pop()()
+
+
+def _put_back(
+    home: Any, name: str, replacement: Any, original: Function | None = None, unless: Callable[[], bool] = lambda: False
+) -> None:
+    if vars(home).get(name) is not replacement or unless():
+        return
+    if original is None:  # it was inherited
+        delattr(home, name)
+    else:
+        setattr(home, name, original)
 
 
 def timed(recorder: Recorder, original: Function, activity: Activity) -> Function:

@@ -31,6 +31,11 @@ BLOCKED_S = 0.0002
 LARGE_COPY_BYTES = 1 << 20
 
 
+def _kept_by_torchvision() -> bool:
+    """torchvision keeps a set of Tensor's methods from its import on: they must be neither replaced nor put back."""
+    return "torchvision.tv_tensors" in sys.modules
+
+
 class DeviceHooks:
     """Marks copies to the GPU and calls that wait for it."""
 
@@ -47,11 +52,10 @@ class DeviceHooks:
         """Patch the tensor methods that copy, synchronize, and where a GPU trains the methods that wait."""
         torch = self._torch
         self._patches = patches
-        # torchvision keeps a set of these functions from its import on: then they must not be replaced.
-        self.watches_copies = "torchvision.tv_tensors" not in sys.modules
+        self.watches_copies = not _kept_by_torchvision()
         if self.watches_copies:
             for name in ("to", "cuda"):
-                patches.swap(torch.Tensor, name, self._copy)
+                patches.swap(torch.Tensor, name, self._copy, unless=_kept_by_torchvision)
         patches.swap(torch.cuda, "synchronize", functools.partial(self._wait, "torch.cuda.synchronize()"))
         if self._on_gpu:
             self._watch_reads(patches)

@@ -33,9 +33,15 @@ COLLECTIVES = (
 def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
     """Mark collectives, and remember DDP's replicas, which measure themselves."""
 
+    is_compiling = torch.compiler.is_compiling
+
     def collective(original: Function) -> Function:
         measured = timed(recorder, original, Activity.COMMUNICATION)
-        return lambda *args, **kwargs: (original if kwargs.get("async_op") else measured)(*args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (original if is_compiling() or kwargs.get("async_op") else measured)(*args, **kwargs)
+
+        return call
 
     def wait(original: Function) -> Function:
         """On a GPU the host goes on at once: its stream waits."""
@@ -88,10 +94,10 @@ class ExitHooks:
         patches.around(os, "_exit", self._leave)
         patches.around(os, "abort", self._leave)
 
-    def _leave(self, original: Function, *status: int) -> Any:
-        recorder, code = self._recorder, status[0] if status else -signal.SIGABRT
+    def _leave(self, original: Function, *args: int, **named: int) -> Any:
+        recorder, code = self._recorder, next(iter((*args, *named.values())), -signal.SIGABRT)
         if not recorder.active or os.getpid() != recorder.pid:
-            return original(*status)  # a loader's worker, or a child that was forked
+            return original(*args, **named)  # a loader's worker, or a child that was forked
         # Whatever happens here, maybe inside a signal handler, the process leaves.
         with contextlib.suppress(BaseException):
             if recorder.on_training_thread():
@@ -99,7 +105,7 @@ class ExitHooks:
             writer = threading.Thread(target=self.write_record, args=(code,), name="fulltilt-leaving", daemon=True)
             writer.start()
             writer.join(PATIENCE_S)
-        return original(*status)
+        return original(*args, **named)
 
 
 def show_errors_without_ours(patches: Patches) -> None:

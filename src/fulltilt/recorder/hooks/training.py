@@ -44,9 +44,9 @@ def watch_saving(patches: Patches, torch: Any, recorder: Recorder) -> None:
 # A garbage collection is marked within these activities; within another one it is part of that one.
 INTERRUPTED = frozenset({Activity.USER, Activity.BACKWARD, Activity.OPTIMIZER})
 OLDEST = 2  # the generation whose collection walks through every object there is
-# Before 3.11.8, Python code called by a collection within ast.literal_eval (numpy.load) lets other threads parse, and
-# then one of them fails (gh-106905). There, only calls of gc.collect() are timed.
-CALLBACKS_ARE_SAFE = sys.version_info >= (3, 11, 8)
+# Before 3.11.8 and 3.12.2, Python code called by a collection within ast.literal_eval (numpy.load) lets other threads
+# parse, and then one of them fails (gh-106905). There, only calls of gc.collect() are timed.
+CALLBACKS_ARE_SAFE = sys.version_info >= (3, 11, 8) and sys.version_info[:3] not in ((3, 12, 0), (3, 12, 1))
 
 
 def watch_garbage_collector(patches: Patches, recorder: Recorder) -> None:
@@ -82,7 +82,7 @@ def watch_garbage_collector(patches: Patches, recorder: Recorder) -> None:
     patches.around(gc, "collect", collect)
     if CALLBACKS_ARE_SAFE:
         gc.callbacks.append(seen)
-        patches.undo_by(lambda: gc.callbacks.remove(seen))
+        patches.undo_by(lambda: gc.callbacks.remove(seen) if seen in gc.callbacks else None)
 
 
 ASK_REPLICAS_EVERY = 16
@@ -298,13 +298,13 @@ class StepHooks:
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         recorder = self._recorder
-        if self.capture is not None:
+        if self.capture is not None or self._torch.compiler.is_compiling():
             return
         if recorder.bursts.paused:
             if id(optimizer) in self._steps_count and (recorder.on_training_thread() or self._trains_here()):
                 recorder.counted_step()
             return
-        if not self._trains_here() or id(optimizer) not in self._stepping or self._torch.compiler.is_compiling():
+        if not self._trains_here() or id(optimizer) not in self._stepping:
             return
         while self._stepping and self._stepping.pop() != id(optimizer):
             pass
@@ -396,10 +396,10 @@ class StepHooks:
         return __enter__
 
     def _train(self, original: Function) -> Function:
-        recorder = self._recorder
+        recorder, is_compiling = self._recorder, self._torch.compiler.is_compiling
 
         def train(module: Any, mode: bool = True) -> Any:
-            if not recorder.on_training_thread() or self._depth_of_train:
+            if is_compiling() or self._depth_of_train or not recorder.on_training_thread():
                 return original(module, mode)
             self._depth_of_train += 1
             try:

@@ -52,7 +52,8 @@ KIND_OF_OWNER = {"torch_compile": "compile", "torch_save": "checkpoint", "torch_
 # Methods of threads and processes: waiting for their start or end brings no batch.
 BRING_NO_BATCH = frozenset({"__init__", "start", "join"})
 # Up to Python 3.11, f_back allocates a frame object, which may start a garbage collection. If a finalizer then releases
-# the interpreter lock, the other thread returns from that very frame, and f_back reads freed memory (SIGSEGV).
+# the interpreter lock, the other thread returns from that very frame, and f_back reads freed memory (SIGSEGV). So it is
+# off for the 20 µs of a walk. A script that turns it off itself within them finds it on again, unseen.
 COLLECTS_IN_F_BACK = sys.version_info < (3, 12)
 # The file of the code that imports modules.
 IMPORTING = "<frozen importlib"
