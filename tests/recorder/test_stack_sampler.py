@@ -35,7 +35,7 @@ class FakeState:
     def wants_lines(self, activity: Activity) -> bool:
         return False
 
-    def understood(self, view: StackView) -> StackView:
+    def resolve_waiting(self, view: StackView) -> StackView:
         return view
 
     def evaluating(self, eval_mode: bool) -> bool:

@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import Any, Literal
 
 # What one draw brings: one sample, a dict of columns, or a batch that is counted by its shape.
-Brings = Literal["sample", "columns", "batch"]
+DrawUnit = Literal["sample", "columns", "batch"]
 # By module: the class that training loops draw from, and its methods that begin a pass.
-ITERABLES: dict[str, tuple[str, dict[str, Brings]]] = {
+ITERABLES: dict[str, tuple[str, dict[str, DrawUnit]]] = {
     "torchdata.nodes.loader": ("Loader", {"__iter__": "batch"}),
     "datasets.iterable_dataset": ("IterableDataset", {"__iter__": "sample", "iter": "columns"}),
     "datasets.arrow_dataset": ("Dataset", {"iter": "columns"}),

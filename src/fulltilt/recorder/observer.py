@@ -174,5 +174,5 @@ class Observer(threading.Thread):
         interval = None if final else intervals.under_way(now_ns)
         if interval is not None:
             under_way = self._spans.under_way(interval, intervals.steps)
-            record = replace(record, under_way=under_way, at=self._sampler.stands_at(now_ns))
+            record = replace(record, under_way=under_way, at=self._sampler.current_line(now_ns))
         self._out.write_record(record)

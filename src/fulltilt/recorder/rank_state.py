@@ -177,7 +177,7 @@ class RankState:
         """Whether samples of this activity name useful lines: in next() the thread fetches, or runs the sampler."""
         return activity is Activity.DATA_WAIT and self.loaders.waiting_for is not None
 
-    def understood(self, view: StackView) -> StackView:
+    def resolve_waiting(self, view: StackView) -> StackView:
         """The view with its meaning in this job: waiting is data wait, unless loaders bring the data."""
         if view.kind != "waiting":
             return view

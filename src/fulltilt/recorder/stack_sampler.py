@@ -134,7 +134,7 @@ class StackSampler:
         # activity began.
         on_time = since_sample_ns < 2e9 * every_s
         weight_s = every_s if on_time else max(min(since_sample_ns, now_ns - recorder.last_switch_ns), 0) * NS
-        view = recorder.state.understood(view)
+        view = recorder.state.resolve_waiting(view)
         if activity is not Activity.USER:
             recorder.state.sampled(activity, view, weight_s)
             return
@@ -184,7 +184,7 @@ class StackSampler:
             view = replace(view, kind="host")
         return Activity.LONG_USER if long else sample.after, view
 
-    def stands_at(self, now_ns: int) -> HotLine | None:
+    def current_line(self, now_ns: int) -> HotLine | None:
         """The line the training thread is at, and the seconds of its present activity."""
         recorder = self._recorder
         stack = stack_of(recorder.thread_id or 0)
@@ -217,7 +217,7 @@ class StackSampler:
         if stack is None:
             return
         view = view_of(stack, None, recorder.loop_frames.spots) if user_code_in_backward(stack) else None
-        if view is not None and (view := recorder.state.understood(view)).kind == "host":
+        if view is not None and (view := recorder.state.resolve_waiting(view)).kind == "host":
             recorder.state.sampled(Activity.USER, view, self._every_s)
             self._backward["host"] += self._every_s
         else:
@@ -241,7 +241,7 @@ class StackSampler:
         view = self._view(stack)
         if view is None:
             return
-        view = recorder.state.understood(view)
+        view = recorder.state.resolve_waiting(view)
         if takes_long:
             # The first sample of a long step has the weight of all of it so far.
             weight_s = (since_sample_ns if began_ns == self._long_step_ns else now_ns - began_ns) * NS

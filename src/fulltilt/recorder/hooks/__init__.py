@@ -72,12 +72,12 @@ class Patches:
         """Replace ``home.name`` by ``call(original, ...)``. That costs a call, so not for what runs in each step."""
         self.swap(home, name, lambda original: lambda *args, **kwargs: call(original, *args, **kwargs))
 
-    def swap_in_family(self, base: Any, but: str | None = None, **makes: Callable[[Function], Function]) -> None:
-        """Swap these functions in a class, ``but`` for one, and in derived classes, also later ones, with their own."""
+    def swap_subclasses(self, base: Any, except_: str | None = None, **makes: Callable[[Function], Function]) -> None:
+        """Swap these functions in a class (not ``except_``) and in derived classes, also later ones, with their own."""
 
         def swap_own(kind: Any) -> None:
             for name in makes.keys() & vars(kind).keys():
-                if kind is not base or name != but:
+                if kind is not base or name != except_:
                     self.swap(kind, name, makes[name])
 
         def all_of(kind: Any) -> None:

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from fulltilt.recorder.hooks import Function, Patches
-from fulltilt.recorder.import_watcher import ITERABLES, Brings, ImportWatcher
+from fulltilt.recorder.import_watcher import ITERABLES, DrawUnit, ImportWatcher
 from fulltilt.recorder.loaders import TIMER, LoaderRegistry, named_arguments
 from fulltilt.recorder.loaders.loader_stats import keep_answers
 from fulltilt.recorder.recorder import Recorder
@@ -50,11 +50,13 @@ def watch_loaders(patches: Patches, torch: Any, recorder: Recorder, loaders: Loa
     loader = torch.utils.data.DataLoader
     for module in (torch.utils.data.sampler, torch.utils.data.distributed):
         patches.undo_by(keep_answers(module))
-    patches.swap_in_family(loader, __init__=constructor)
+    patches.swap_subclasses(loader, __init__=constructor)
     patches.swap(loader, "__iter__", lambda original: lambda loader: loaders.iterate(original, loader))
     iterators = torch.utils.data.dataloader._BaseDataLoaderIter
     # The base's own constructor warns at the line that calls it, which has to stay torch's.
-    patches.swap_in_family(iterators, but="__init__", __init__=iterator_constructor, _reset=reset, __next__=following)
+    patches.swap_subclasses(
+        iterators, except_="__init__", __init__=iterator_constructor, _reset=reset, __next__=following
+    )
 
 
 def watch_iterables(patches: Patches, module: ModuleType, loaders: LoaderRegistry) -> None:
@@ -63,11 +65,11 @@ def watch_iterables(patches: Patches, module: ModuleType, loaders: LoaderRegistr
     library = module.__name__.partition(".")[0]
     kind = getattr(module, name, None)
 
-    def iterate(brings: Brings, original: Function, iterable: Any, *args: Any, **kwargs: Any) -> Any:
-        return loaders.draw_from(library, iterable, lambda: original(iterable, *args, **kwargs), brings)
+    def iterate(unit: DrawUnit, original: Function, iterable: Any, *args: Any, **kwargs: Any) -> Any:
+        return loaders.draw_from(library, iterable, lambda: original(iterable, *args, **kwargs), unit)
 
-    for method, brings in methods.items() if kind is not None else ():
-        patches.around(kind, method, partial(iterate, brings))
+    for method, unit in methods.items() if kind is not None else ():
+        patches.around(kind, method, partial(iterate, unit))
 
 
 def override_fastai(patches: Patches, settings: Settings) -> None:

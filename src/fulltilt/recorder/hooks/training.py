@@ -114,7 +114,7 @@ class StepHooks:
         self._loaders = loaders
         self._state = recorder.state
         self._stepping: list[int] = []
-        self._steps_count: set[int] = set()
+        self._counting_optimizers: set[int] = set()
         self._depth_of_train = 0
         self._calls_backward = False
         self._drawn_before = self._alone = 0
@@ -301,7 +301,7 @@ class StepHooks:
         if self.capture is not None or self._torch.compiler.is_compiling():
             return
         if recorder.bursts.paused:
-            if id(optimizer) in self._steps_count and (recorder.on_training_thread() or self._trains_here()):
+            if id(optimizer) in self._counting_optimizers and (recorder.on_training_thread() or self._trains_here()):
                 recorder.counted_step()
             return
         if not self._trains_here() or id(optimizer) not in self._stepping:
@@ -320,7 +320,7 @@ class StepHooks:
     def _stepped(self, key: int, skipped: bool) -> None:
         recorder = self._recorder
         self._state.optimizer_calls += 1
-        self._steps_count.add(key)
+        self._counting_optimizers.add(key)
         self._steps_inside = self._steps_inside or self._around_steps is Activity.BACKWARD
         recorder.calibration.under_way = False
         if recorder.activity is Activity.USER:

@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing import reduction
 from typing import Any, Generic, TypeVar
 
-from fulltilt.recorder.import_watcher import Brings
+from fulltilt.recorder.import_watcher import DrawUnit
 from fulltilt.recorder.loaders import workers
 from fulltilt.recorder.loaders.batches import count_samples
 from fulltilt.recorder.loaders.call_sites import ENGINE, call_sites
@@ -46,11 +46,11 @@ class LoaderRegistry:
         self.recorder = recorder
         self.gradients: Callable[[], bool] = torch.is_grad_enabled
         self.was_evaluating = False
-        self.drawn_elsewhere = False  # a thread of the user's own draws batches for the training thread
+        self.drawn_elsewhere = False  # a prefetch thread of the user's draws batches
         self.waiting_for: LoaderStats | None = None
         self.feeding: LoaderStats | None = None
         self.unused = False  # a batch was drawn for training, and no backward has come since
-        workers.own_recorder = recorder
+        workers.process_recorder = recorder
         self.worker_socket = workers.WorkerSocket()
         self.starting_workers = False
         self.override: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
@@ -174,7 +174,7 @@ class LoaderRegistry:
         timer.first = True
         self._begin_pass(loader, self.of(loader), reset)
 
-    def draw_from(self, library: str, iterable: Any, begin: Callable[[], Any], brings: Brings) -> Any:
+    def draw_from(self, library: str, iterable: Any, begin: Callable[[], Any], unit: DrawUnit) -> Any:
         """The iterator of a library's that ``begin`` makes, with a timer where the training thread draws from it."""
         recorder = self.recorder
         if recorder.active and self._measures:
@@ -183,7 +183,7 @@ class LoaderRegistry:
         if not recorder.on_training_thread() or recorder.activity is not Activity.USER:
             return begin()
         stats = self.of_iterable(library, iterable)
-        return LibraryIterator(self, stats, self._begin_pass(None, stats, begin), brings)
+        return LibraryIterator(self, stats, self._begin_pass(None, stats, begin), unit)
 
     def of_iterable(self, made_by: str, iterable: Any) -> LoaderStats:
         """The stats of the iterables of this type that the user's line uses, which may be made anew in each epoch."""
@@ -472,14 +472,14 @@ class LibraryIterator(TimedIterator):
 
     defers = True
 
-    def __init__(self, loaders: LoaderRegistry, stats: LoaderStats, source: Any, brings: Brings) -> None:
+    def __init__(self, loaders: LoaderRegistry, stats: LoaderStats, source: Any, unit: DrawUnit) -> None:
         super().__init__(loaders, stats, source)
-        self._brings = brings
+        self._unit = unit
 
     def _samples_of(self, batch: Any) -> int | None:
-        if self._brings == "sample" or (isinstance(batch, Mapping) and "__key__" in batch):  # WebDataset's, not batched
+        if self._unit == "sample" or (isinstance(batch, Mapping) and "__key__" in batch):  # WebDataset's, not batched
             return 1
-        if self._brings == "columns" and isinstance(batch, Mapping):
+        if self._unit == "columns" and isinstance(batch, Mapping):
             return max((len(column) for column in batch.values()), default=0)
         return super()._samples_of(batch)
 

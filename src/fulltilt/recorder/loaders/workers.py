@@ -45,7 +45,7 @@ NO_DATA = ("/proc/", "/sys/", sys.prefix, sys.base_prefix)
 # The worker loops by the module that holds them. A forked worker inherits them from here; a spawned one imports them.
 plain_loops: dict[str, Callable[..., None]] = {}
 # The recorder of this process. A spawned worker has one, too: it attaches itself like any Python process.
-own_recorder: Any = None
+process_recorder: Any = None
 
 
 def home_of_loop(module: str) -> Any:
@@ -278,8 +278,8 @@ def allowed_cpus() -> tuple[int, ...]:
 def run_worker(sending: socket.socket, loader_id: int, in_pass: int, home: str, *args: Any) -> None:
     """Run the worker loop of ``home`` with a timer around each fetch; just the loop where that fails."""
     original = plain_loops.get(home) or importlib.import_module(home)._worker_loop
-    if own_recorder is not None:
-        own_recorder.active = False
+    if process_recorder is not None:
+        process_recorder.active = False
     try:
         timer = FetchTimer(sending, loader_id, in_pass)
         stop = threading.Event()
