@@ -104,7 +104,7 @@ class LoaderRegistry:
         if (known := self._by_loader.get(loader)) is not None:
             known.given = given or known.given  # the constructor of a derived class: what the user wrote
             return
-        if "dataset" not in vars(loader):
+        if "_dataset_kind" not in vars(loader):
             return  # a derived class with everything of its own, and no constructor of torch's
         self.recorder.ensure_started()
         sites = call_sites(loader)
@@ -183,7 +183,7 @@ class LoaderRegistry:
         if not recorder.on_training_thread() or recorder.activity is not Activity.USER:
             return begin()
         stats = self.of_iterable(library, iterable)
-        return LibraryIterator(self, stats, self._begin_pass(None, stats, begin), unit)
+        return TimedIterator(self, stats, self._begin_pass(None, stats, begin), unit)
 
     def of_iterable(self, made_by: str, iterable: Any) -> LoaderStats:
         """The stats of the iterables of this type that the user's line uses, which may be made anew in each epoch."""
@@ -281,11 +281,11 @@ WAITS = {False: WaitBegan(False), True: WaitBegan(True)}
 
 
 class BatchTimer:
-    """Measures every draw from one iterator; one that ``defers`` leaves that to a DataLoader inside of it."""
+    """Measures every draw from one iterator. ``unit``: of a library's, which may leave that to a DataLoader inside."""
 
-    defers = passes_on = False
-
-    def __init__(self, loaders: LoaderRegistry, stats: LoaderStats) -> None:
+    def __init__(self, loaders: LoaderRegistry, stats: LoaderStats, unit: DrawUnit | None = None) -> None:
+        self._unit = unit
+        self._passes_on = False  # a DataLoader inside measures
         self._loaders = loaders
         self._stats = stats
         self._recorder = loaders.recorder
@@ -298,7 +298,7 @@ class BatchTimer:
         In a pause it is only counted, here and with few calls: a step of a millisecond pays for each of them.
         """
         recorder, stats = self._recorder, self._stats
-        if self._drawing or self.passes_on or not recorder.active:
+        if self._drawing or self._passes_on or not recorder.active:
             return next_batch(source)  # the __next__ of a class calls that of its base
         self._drawing = True
         try:
@@ -355,9 +355,9 @@ class BatchTimer:
             self._note_wait(first and workers > 0, time.perf_counter() - began, cpu_s)
             recorder.switch(before)
             raise
-        if self.defers and loaders.waiting_for is not stats:
+        if self._unit is not None and loaders.waiting_for is not stats:
             recorder.switch(before)
-            self.passes_on = True
+            self._passes_on = True
             return batch
         waited = time.perf_counter() - began
         self._note_wait(first and workers > 0, waited, time.thread_time() - cpu if timed else None)
@@ -418,7 +418,11 @@ class BatchTimer:
         return samples
 
     def _samples_of(self, batch: Any) -> int | None:
-        stats = self._stats
+        stats, unit = self._stats, self._unit
+        if unit is not None and (unit == "sample" or (isinstance(batch, Mapping) and "__key__" in batch)):
+            return 1  # WebDataset's have a key where they are not batched
+        if unit == "columns" and isinstance(batch, Mapping):
+            return max((len(column) for column in batch.values()), default=0)
         return count_samples(batch, stats.described.get("batch_size") or stats.asked_for, stats.last_batch_size)
 
     def _from_another_thread(self, source: Any, next_batch: Callable[[Any], Any]) -> Any:
@@ -443,8 +447,8 @@ def _workers(source: Any) -> int:
 class TimedIterator(BatchTimer):
     """An iterator with a timer; all other attributes are those of its source."""
 
-    def __init__(self, loaders: LoaderRegistry, stats: LoaderStats, source: Any) -> None:
-        super().__init__(loaders, stats)
+    def __init__(self, loaders: LoaderRegistry, stats: LoaderStats, source: Any, unit: DrawUnit | None = None) -> None:
+        super().__init__(loaders, stats, unit)
         self.source = source
 
     @property  # type: ignore[misc]
@@ -465,23 +469,6 @@ class TimedIterator(BatchTimer):
 
     def __next__(self) -> Any:
         return self.draw(self.source, next)
-
-
-class LibraryIterator(TimedIterator):
-    """An iterator of a library's, which knows what one draw from it brings."""
-
-    defers = True
-
-    def __init__(self, loaders: LoaderRegistry, stats: LoaderStats, source: Any, unit: DrawUnit) -> None:
-        super().__init__(loaders, stats, source)
-        self._unit = unit
-
-    def _samples_of(self, batch: Any) -> int | None:
-        if self._unit == "sample" or (isinstance(batch, Mapping) and "__key__" in batch):  # WebDataset's, not batched
-            return 1
-        if self._unit == "columns" and isinstance(batch, Mapping):
-            return max((len(column) for column in batch.values()), default=0)
-        return super()._samples_of(batch)
 
 
 Item = TypeVar("Item")
