@@ -268,7 +268,8 @@ def end_run(
             complain(str(refused))
         if diagnosis.verdict.code == "no_steps" and status == 1 and record.command[0].endswith(".py"):
             # Often a missing module: fulltilt may be installed in another environment than the script needs.
-            tell_wrapped(f"  it ran with {sys.executable}; for another: fulltilt run -- PYTHON {shlex.join(record.command)}")
+            command = shlex.join(record.command)
+            tell_wrapped(f"  it ran with {sys.executable}; for another: fulltilt run -- PYTHON {command}")
         if state == "done" and not by_itself and (pids := still_running(folder)):
             going_on = f"the job goes on in the background (process {', '.join(map(str, pids))})"
             tell(f"fulltilt: {going_on}; once it is done: fulltilt report {folder}")
