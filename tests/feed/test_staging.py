@@ -12,6 +12,7 @@ from fulltilt.errors import ForeignFiles, MachineError, UsageError
 from fulltilt.feed import staging
 from fulltilt.feed.staging import stage_dir, staging_pays
 from fulltilt.records import StorageReading
+from fulltilt.store.owned_folder import OwnedFolder
 
 GIB = 1024**3
 
@@ -158,3 +159,27 @@ def test_a_stage_that_others_have_prepared_is_refused(data, tmp_path, what):
     assert not list(victim.iterdir())
     target.clean()
     assert os.path.lexists(target.folder)
+
+
+def test_a_copy_that_another_job_reads_stays_until_the_last(data, tmp_path):
+    one, other = (stage_dir(data, tmp_path / "stage", when="always") for _ in range(2))
+    one.clean()
+    one.clean()
+    same(data, other.path)
+    other.clean()
+    assert not other.folder.exists()
+
+
+def test_all_files_of_a_copy_are_removed_in_one_pass(data, tmp_path, monkeypatch):
+    staged, removed = stage_dir(data, tmp_path / "stage", when="always"), []
+    monkeypatch.setattr(OwnedFolder, "_note", lambda self, entries: removed.append(len(entries)))
+    staged.clean()
+    assert len(removed) == 1
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_staged(tmp_path):
+    folder = tmp_path / os.fsdecode(b"dat\xff")
+    folder.mkdir()
+    (folder / "a").write_bytes(b"x")
+    with stage_dir(folder, tmp_path / "stage", when="always") as staged:
+        same(folder, staged.path)

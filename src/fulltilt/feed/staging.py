@@ -10,12 +10,13 @@ differs.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fulltilt.errors import DataError, MachineError, UsageError
@@ -80,7 +81,7 @@ def stage_dir(
     if not pays:
         return StagedFolder(source, None, reason)
     files = list(_files_below(source))
-    key = hashlib.blake2b(str(source.resolve()).encode(), digest_size=6).hexdigest()
+    key = hashlib.blake2b(os.fsencode(source.resolve()), digest_size=6).hexdigest()
     target = stage_path / f"{source.name}-{key}"
     need = sum(size for _, size, _ in _missing(target, files))
     if free is not None and need > free * (1 - _SPARE_SHARE):
@@ -88,8 +89,8 @@ def stage_dir(
             f"staging needs {in_words(need)}; {stage_path} has {in_words(free)} free",
             "Stage to a larger file system, or train from the original folder.",
         )
-    copied = _copy_all(source, target, files)
-    return StagedFolder(target / _FILES, target, f"{reason}; {copied} of {len(files)} files copied")
+    copied, lock = _copy_all(source, target, files)
+    return StagedFolder(target / _FILES, target, f"{reason}; {copied} of {len(files)} files copied", [lock])
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class StagedFolder:
     path: Path
     folder: Path | None
     reason: str
+    _lock: list[int] = field(default_factory=list, repr=False, compare=False)  # a descriptor, until it is cleaned
 
     @property
     def staged(self) -> bool:
@@ -106,9 +108,13 @@ class StagedFolder:
         return self.folder is not None
 
     def clean(self) -> None:
-        """Delete the copy, never the original."""
-        if self.folder is not None:
-            OwnedFolder(self.folder).remove_all()
+        """Delete the copy, never the original. Of several jobs or ranks that read it, the last one deletes it."""
+        while self.folder is not None and self._lock:
+            fd = self._lock.pop()
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gives up the shared lock in any case
+                OwnedFolder(self.folder).remove_all()
+            os.close(fd)
 
     def __enter__(self) -> StagedFolder:
         return self
@@ -122,7 +128,8 @@ class StagedFolder:
 _File = tuple[str, int, int]  # path relative to the folder, size, modification time in ns
 
 
-def _copy_all(source: Path, target: Path, files: list[_File]) -> int:
+def _copy_all(source: Path, target: Path, files: list[_File]) -> tuple[int, int]:
+    """Copy what is missing; returns how many files, and a descriptor whose lock says that the copy is in use."""
     # Everybody may write to /dev/shm: the folder must be private.
     owned = OwnedFolder.claim_private(target, "staged copy", flag="stage")
 
@@ -137,18 +144,23 @@ def _copy_all(source: Path, target: Path, files: list[_File]) -> int:
         os.utime(final, ns=(time_ns, time_ns))
 
     copied = {parent for name, _, _ in files for parent in (Path(name), *Path(name).parents)} - {Path()}
+    lock = os.open(target, os.O_RDONLY)
     try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
         with owned.locked("", wait=True), ThreadPoolExecutor(_COPIERS) as copiers:
             missing = _missing(target, files)
             owned.announce(_FILES, *(f"{_FILES}/{path}" for path in copied))
             for _ in progress(copiers.map(copy, missing), len(missing), f"Staging {source.name}"):
                 pass
-    except OSError as error:
+    except BaseException as error:
+        os.close(lock)
+        if not isinstance(error, OSError):
+            raise
         raise MachineError(
             f"staging to {target} failed: {error.strerror or error}",
             "The next run goes on with what was copied; free some space, or train from the original folder.",
         ) from error
-    return len(missing)
+    return len(missing), lock
 
 
 def _missing(target: Path, files: list[_File]) -> list[_File]:

@@ -268,7 +268,7 @@ class OwnedFolder:
 
     def remove_all(self) -> bool:
         """Remove all of ours, and the folder itself if nothing is left; True when it is gone."""
-        for name in sorted(self.entries(), reverse=True):
+        for name in self.entries():  # folders come before what is in them, and are removed with it
             self.remove(name)
         with contextlib.suppress(OSError):
             if os.listdir(self.path) == [MARKER]:
