@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+
+from fulltilt.train.stop import StopRequest
 
 ENDED = """
 import os, signal, time
@@ -60,3 +64,22 @@ with signals_end_it():
 
 def test_a_process_that_was_forked_is_ended_by_the_signal_itself() -> None:
     assert run(FORKED) == (0, f"{-signal.SIGTERM}\n", "")
+
+
+def test_a_pool_of_the_users_can_end_its_workers_during_training() -> None:
+    with StopRequest().listening():
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
+        worker.start()
+        worker.terminate()
+        worker.join(5)
+        ended = worker.exitcode
+        worker.kill()
+    assert ended == -signal.SIGTERM
+
+
+def test_start_up_is_not_taken_for_a_step() -> None:
+    now = 0.0
+    stop = StopRequest(3600.0, clock=lambda: now)
+    now = 1260.0  # building, filling a tier, compiling
+    stop.step_done(5.0)
+    assert stop.reason is None

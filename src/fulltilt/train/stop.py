@@ -61,8 +61,7 @@ def signals_end_it() -> Iterator[None]:
 
     def stop(number: int, _frame: FrameType | None) -> None:
         if os.getpid() != here:  # in a forked child
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            _end_by(number)
         name = signal.Signals(number).name
         os.write(2, f"fulltilt: received {name} before or after training; no step is lost\n".encode())
         os._exit(INTERRUPTED if number == signal.SIGINT else StoppedEarly.exit_code)
@@ -71,15 +70,21 @@ def signals_end_it() -> Iterator[None]:
         yield
 
 
+def _end_by(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 class StopRequest:
     """Why the run should stop at the next step, or None. A second Ctrl-C stops at once."""
 
     def __init__(self, max_time_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.reason: str | None = None
+        self._pid = os.getpid()
         self.max_time_s = max_time_s
         self._clock = clock
         self._began_s = float(os.environ.get(BEGAN) or clock())
-        self._step_began_s = clock()
+        self._step_began_s: float | None = None  # the first step is left out: it fills tiers and compiles
         self._longest_step_s = 0.0
         # torchrun's agent is our parent: if it is killed, nobody else ends us.
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -89,6 +94,11 @@ class StopRequest:
         return stop_signals_to(self._on_signal)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid and number == signal.SIGTERM:
+            from torch.utils.data import get_worker_info  # `fulltilt train --help` does without torch
+
+            if get_worker_info() is None:  # a loader's worker is needed for one more step
+                _end_by(number)  # a Pool waits for it
         if self.reason is not None and number == signal.SIGINT:
             raise KeyboardInterrupt("a second time")
         self.reason = f"received {signal.Signals(number).name}"
@@ -99,7 +109,8 @@ class StopRequest:
         ``longest_save_s``: of all saves so far; half as much is added for a slow disk.
         """
         now = self._clock()
-        self._longest_step_s = max(self._longest_step_s, now - self._step_began_s)
+        if self._step_began_s is not None:
+            self._longest_step_s = max(self._longest_step_s, now - self._step_began_s)
         self._step_began_s = now
         self.wanted(longest_save_s)
 
