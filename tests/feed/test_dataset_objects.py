@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import zipfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from fulltilt import feed
 from fulltilt.errors import UsageError
+from fulltilt.feed.dataset_objects import refuse_shared_handle
 
 SAMPLES, NUMBERS = 400, 64
 
@@ -98,3 +100,45 @@ def test_code_that_opens_its_file_in_each_process_keeps_its_workers(file, number
         assert loader.workers == 2
         assert torch.equal(torch.cat(list(loader)), numbers)
     dataset.file.close()
+
+
+class Held:
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index])
+
+
+def test_a_closed_connection_is_no_handle() -> None:
+    connection = sqlite3.connect(":memory:")
+    with pytest.raises(UsageError, match="open Connection"):
+        refuse_shared_handle(Held(connection), 2)
+    connection.close()
+    refuse_shared_handle(Held(connection), 2)
+
+
+def test_whether_a_netcdf_file_is_open_is_asked_by_a_call() -> None:
+    dataset = type("Dataset", (), {"__module__": "netCDF4", "isopen": lambda self: self.open, "open": True})()
+    with pytest.raises(UsageError, match="open Dataset"):
+        refuse_shared_handle(Held(dataset), 2)
+    dataset.open = False
+    refuse_shared_handle(Held(dataset), 2)
+
+
+def test_features_made_in_inference_mode_are_served() -> None:
+    with torch.inference_mode():
+        held = torch.ones(3)
+    with feed.loader(Held(held), 4, num_workers=0, device="cpu") as loader:
+        assert [batch.flatten().tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_pass_begun_in_inference_mode_goes_on_outside_of_it() -> None:
+    with feed.loader(Held(None), 2, num_workers=0, device="cpu", residency="ram") as loader:
+        with torch.inference_mode():
+            passing = iter(loader)
+            next(passing)
+        assert len(list(passing)) == 3

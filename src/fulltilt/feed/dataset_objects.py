@@ -6,6 +6,7 @@ import gc
 import io
 import pickle
 import random
+import sqlite3
 import sys
 import types
 import zlib
@@ -106,8 +107,13 @@ def _is_open_handle(item: Any) -> bool:
     library = type(item).__module__.partition(".")[0]
     if library not in _HANDLES_OF or isinstance(item, type) or type(item).__name__ in _RECORDS:
         return False
-    closed = getattr(item, "closed", False) or not getattr(item, "isopen", True) or getattr(item, "fp", item) is None
-    return not closed and not (library == "h5py" and not item)
+    is_open = getattr(item, "isopen", True)  # of PyTables a value, of netCDF4 a method
+    closed = getattr(item, "closed", False) or getattr(item, "fp", item) is None
+    closed = closed or not (is_open() if callable(is_open) else is_open)
+    try:  # SQLite says it by an error alone
+        return not closed and (library != "h5py" or bool(item)) and (library != "sqlite3" or item.total_changes >= 0)
+    except sqlite3.ProgrammingError:
+        return False
 
 
 # --------------------------------------------------------------------------- random generators
@@ -196,7 +202,7 @@ def _mark(value: Any) -> Any:
         return repr(value)
     content = None
     if isinstance(value, torch.Tensor):
-        content = value._version
+        content = None if value.is_inference() else value._version  # they do not count their changes
     elif type(value).__module__ == "numpy" and getattr(value, "nbytes", _DIGEST_BYTES) < _DIGEST_BYTES:
         content = zlib.crc32(value.tobytes())
     elif isinstance(value, list | tuple | dict) and len(value) <= _DIGEST_ITEMS:

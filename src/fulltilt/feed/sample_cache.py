@@ -264,6 +264,7 @@ class SampleCache:
         with contextlib.closing(read):
             for rows, failures in read:
                 yield self._assembled(plans.popleft(), rows, failures, buffer)
+    @torch.inference_mode(False)  # a pass begun in an evaluation may go on outside of it
 
     def _plan(self, batches: Iterable[torch.Tensor], plans: deque[_Plan]) -> Iterator[torch.Tensor]:
         """Append a plan for each batch; yields the draws to read for it."""
