@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -512,3 +513,19 @@ def test_control_characters_in_names_reach_no_terminal(files, tmp_path):
         shown = command(*arguments, "--dir", str(where)).stdout
         assert all(character.isprintable() or character == "\n" for character in shown), ascii(shown)
     assert list_caches(where) == []
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_loader_that_is_gone_holds_no_file(closed, tmp_path):
+    loader = feed.loader(
+        Pixels(8), 4, residency="disk", cache_dir=tmp_path / "cache", cache_key="a", num_workers=0, device="cpu"
+    )
+    list(loader)
+    fd = loader._cache.store._fd
+    held = Path(f"/proc/self/fd/{fd}")
+    assert str(tmp_path) in str(held.readlink())
+    if closed:
+        loader.close()
+    del loader
+    gc.collect()
+    assert not os.path.lexists(held) or str(tmp_path) not in str(held.readlink())

@@ -27,6 +27,7 @@ import stat
 import tempfile
 import time
 import warnings
+import weakref
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,6 +208,7 @@ class DiskStore(Store):
         except (OSError, ValueError):
             os.close(self._fd)
             raise
+        self._close = weakref.finalize(self, os.close, self._fd)
         self._marks = mapped[HEADER_BYTES : HEADER_BYTES + samples * 4].view(torch.int32)
         super().__init__(mapped[self._rows_at :].view(samples, row_bytes), self._marks)
 
@@ -261,8 +263,7 @@ class DiskStore(Store):
     def close(self) -> None:
         """Close the file."""
         super().close()
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
+        self._close()
 
     def delete_file(self) -> bool:
         """Delete the file; its rows can be read until it is closed. False when it is not ours."""

@@ -382,5 +382,6 @@ class SampleCache:
         self.tier, self._decided, self.wanted = "none", True, False
         store, self.store = self.store, None
         if isinstance(store, DiskStore):
+            self.stop_workers()  # a full disk has its room back when nobody maps the file
             store.delete_file()
         self.notes.warn(why)
