@@ -178,9 +178,8 @@ class FeedLoader(PositionedLoader):
     def fill(self) -> None:
         """Decode everything now, with a progress bar, instead of in the first epoch."""
         cache = self._cache
-        if not cache.wanted:
-            return
-        cache.settle(model_has_run=False)
+        if cache.undecided:
+            cache.settle(model_has_run=False)
         everything = [*torch.split(torch.arange(cache.samples), self.batch_size)]
         if cache.store is not None and len(cache.lacking(everything)):
             batches = self._device_batches.batches(everything, 0)

@@ -104,10 +104,9 @@ class SampleCache:
         self.notes = Notes()
         self.samples = len(dataset)
         self.tier: Tier = "none"
-        self.wanted = why is None and asked != "none"
+        self.undecided = why is None and asked != "none"  # whether, and where, to keep samples
         self.waits_for_model = asked == "auto" and device.type == "cuda" and reserve_bytes is None
-        self._decided = self._complete = False
-        self._found_random = False
+        self._complete = self._found_random = False
         self._reserve_bytes = reserve_bytes
         self._cache_key = cache_key if cache_key is not None else getattr(dataset, "cache_key", None)
         self._cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
@@ -130,7 +129,7 @@ class SampleCache:
         if changed is not None:
             self.stop_workers()  # they were forked with the old data set
         self._attributes = now
-        if self.wanted and not self._decided:
+        if self.undecided:
             if not self.waits_for_model:
                 self.settle(model_has_run=False)
         elif self.store is not None:
@@ -138,12 +137,12 @@ class SampleCache:
 
     def batches_trained(self, number: int) -> None:
         """So many batches of the epoch were trained on: the model's memory may be known now."""
-        if number == SETTLED_AFTER_BATCHES and self.wanted and not self._decided:
+        if number == SETTLED_AFTER_BATCHES and self.undecided:
             self.settle(model_has_run=True)
 
     def end_epoch(self) -> None:
         """Once every sample is kept, end the workers and make a disk cache permanent."""
-        if self.wanted and not self._decided:
+        if self.undecided:
             self.settle(model_has_run=True)  # an epoch of three batches or fewer
         store, bad = self.store, self.bad
         if store is None or self._complete or not bool((store.has(torch.arange(self.samples)) | bad.bad).all()):
@@ -168,7 +167,7 @@ class SampleCache:
         """Decide the tier, and begin to keep what is read."""
         need = self.samples * self.layout.row_bytes
         choice = choose_tier(need, self._room(model_has_run=model_has_run), self.asked)
-        self._decided = True
+        self.undecided = False
         store, how = None, "training goes on from the source"
         try:
             store, how = self._make(choice.tier)
@@ -264,8 +263,8 @@ class SampleCache:
         with contextlib.closing(read):
             for rows, failures in read:
                 yield self._assembled(plans.popleft(), rows, failures, buffer)
-    @torch.inference_mode(False)  # a pass begun in an evaluation may go on outside of it
 
+    @torch.inference_mode(False)  # a pass begun in an evaluation may go on outside of it
     def _plan(self, batches: Iterable[torch.Tensor], plans: deque[_Plan]) -> Iterator[torch.Tensor]:
         """Append a plan for each batch; yields the draws to read for it."""
         underway = torch.zeros(self.bad.samples, dtype=torch.bool)
@@ -379,9 +378,9 @@ class SampleCache:
     def _drop(self, why: str, *, fatal: bool = True) -> None:
         if fatal and self.asked not in ("auto", "none"):
             raise DataError(why, f"Use residency='auto'. {DECLARE}")
-        self.tier, self._decided, self.wanted = "none", True, False
+        self.tier, self.undecided = "none", False
         store, self.store = self.store, None
         if isinstance(store, DiskStore):
-            self.stop_workers()  # a full disk has its room back when nobody maps the file
             store.delete_file()
+            self.stop_workers()  # a full disk has its room back when nobody maps the file
         self.notes.warn(why)
