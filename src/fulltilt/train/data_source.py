@@ -288,8 +288,11 @@ class BatchSource:
         positioned = hasattr(self.iterable, "begin_at")  # a loader of the feed
         if positioned:
             self.iterable.begin_at(epoch, consumed)
-        elif hasattr(self.iterable, "set_epoch"):
-            self.iterable.set_epoch(epoch)
+        else:
+            samplers = (getattr(self.iterable, name, None) for name in ("sampler", "batch_sampler"))
+            for shuffled in (self.iterable, *samplers):
+                if hasattr(shuffled, "set_epoch"):
+                    shuffled.set_epoch(epoch)
         drawn = iter(self.iterable)
         for _ in range(0 if positioned else consumed):
             next(drawn, None)
