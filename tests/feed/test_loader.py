@@ -363,7 +363,7 @@ def test_a_batch_of_bad_samples_is_passed_over_and_counted_in_a_resume(kind):
             assert [numbers(next(passing)) for _ in range(3)] == expected[:3]
             resumed.load_state_dict(loader.state_dict())
             assert [numbers(batch) for batch in resumed] == expected[3:]
-    with made(world_size=2) as loader, pytest.raises(DataError, match="the other ranks or the trainer count on it"):
+    with made(world_size=2) as loader, pytest.raises(DataError, match="the other ranks count on it"):
         list(loader)
 
 

@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
-from fulltilt.train.data_source import to_device
+from fulltilt.train.config import TrainSettings
+from fulltilt.train.data_source import BatchSource, MapSource, to_device
+from fulltilt.train.sampler import EpochPlan
 
 META = torch.device("meta")
 
@@ -30,3 +34,40 @@ def test_what_moves_itself_is_moved_beside_tensors() -> None:
     assert moved["inputs"][1].batch_sizes.device.type == "cpu"  # torch insists on it
     assert moved["graph"] is graph
     assert graph.nodes.device == META
+
+
+def test_the_sampler_of_a_loader_learns_the_epoch() -> None:
+    sampler: Any = DistributedSampler(range(12), num_replicas=2, rank=0)  # type: ignore[arg-type]
+    source = BatchSource(DataLoader(range(12), batch_size=6, sampler=sampler), 1, 1)  # type: ignore[arg-type]
+    first, second = ([step.batches[0][0].tolist() for step in source.steps(epoch, 0)] for epoch in (0, 1))
+    assert first != second
+
+
+class Unsteady:
+    """Sample 3 cannot be read in the first epoch, sample 4 in the second."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 3 + self.epoch:
+            raise OSError("the network is away")
+        return torch.tensor(float(index))
+
+
+def test_a_sample_that_failed_once_counts_again_when_it_is_read() -> None:
+    data, given = Unsteady(), []
+
+    def augment(batch: Any, _seed: int, _epoch: int, ids: torch.Tensor) -> Any:
+        given.append((batch.int().tolist(), ids.tolist()))
+        return batch
+
+    plan = EpochPlan(400, 8, shuffle=False)
+    source = MapSource(data, plan, TrainSettings(on_bad_sample="skip"), augment=augment)  # type: ignore[arg-type]
+    for data.epoch in (0, 1):
+        taken = next(source.steps(data.epoch, 0)).batches
+        read = [index for index in range(8) if index != 3 + data.epoch]
+        assert given[-1] == (read, read)
+        assert taken[0][1] == 7

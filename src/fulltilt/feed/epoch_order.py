@@ -192,11 +192,6 @@ def require(name: str, given: Any, right: bool, expected: str) -> None:
         raise UsageError(f"{name} is {given!r}; it must be {expected}")
 
 
-def every_batch_counts(order: BatchOrder) -> bool:
-    """Whether no batch may be left out: with several ranks, or under a trainer with an order of its own."""
-    return not isinstance(order, Order) or order.world_size > 1
-
-
 def spread(samples: int, count: int) -> Iterator[int]:
     """``count`` indices spread evenly over a data set, the first and the last among them."""
     count = min(count, samples)

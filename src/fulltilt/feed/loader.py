@@ -27,7 +27,6 @@ from fulltilt.feed.epoch_order import (
     Order,
     PositionedLoader,
     draws_of,
-    every_batch_counts,
     is_whole,
     ranks,
     require,
@@ -208,10 +207,11 @@ class FeedLoader(PositionedLoader):
                 self._at = epoch, number + 1  # a checkpoint after its step resumes after it
                 if len(indices):
                     yield batch if self._augment is None else self._augment(batch, self.order.seed, epoch, indices)
-                elif every_batch_counts(self.order):
+                elif not isinstance(self.order, Order):
+                    yield None  # the trainer counts its batches
+                elif self.order.world_size > 1:
                     raise DataError(
-                        f"every sample of batch {number} of epoch {epoch} is bad, and the other ranks or the trainer "
-                        "count on it",
+                        f"every sample of batch {number} of epoch {epoch} is bad, and the other ranks count on it",
                         "Repair the samples that were skipped (loader.notes names them), or use larger batches.",
                     )
             cache.end_epoch()

@@ -263,7 +263,8 @@ class MapSource(PlannedSource):
             if isinstance(batch, PartialBatch):
                 for failure in self._bad.note(batch.failures):
                     log.warning("skipped %s: %s", failure.where(), failure.message)
-                batch, ids = batch.batch, self._bad.without_bad(ids)
+                failed = torch.tensor([failure.index for failure in batch.failures])
+                batch, ids = batch.batch, ids[~torch.isin(ids, failed)]
             if self.augment is not None and batch is not None:
                 batch = self.augment(to_device(batch, self.device), plan.seed, plan.epoch, ids.to(self.device))
             yield None if batch is None else (batch, len(ids))
@@ -395,20 +396,20 @@ class FeedSource(PlannedSource):
         super().__init__(plan)
         self.loader = loader
 
-    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Piece]]:
+    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Piece | None]]:
         batches = RankBatches(plan)
         self.loader.regroup(batches)
         self.loader.set_epoch(plan.epoch)
         return batches.order, self._batches(len(batches))
 
-    def _batches(self, count: int) -> Iterator[Piece]:
+    def _batches(self, count: int) -> Iterator[Piece | None]:
         drawn = iter(self.loader)
         try:
             for number in range(count):
                 batch = next(drawn)
                 if number == count - 1:
                     next(drawn, None)  # lets the feed end its epoch
-                yield batch, samples_in_batch(batch)
+                yield None if batch is None else (batch, samples_in_batch(batch))
         finally:
             drawn.close()  # type: ignore[attr-defined]
 
