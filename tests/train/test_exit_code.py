@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fulltilt import store
+from fulltilt.errors import StoppedEarly
 from fulltilt.records import RunRecord
 from fulltilt.train import checkpoint
 from fulltilt.train.config import TrainSettings
@@ -93,3 +94,21 @@ def test_a_last_batch_of_one_sample_is_told_with_what_to_change(tmp_path: Path) 
     assert store.read_record(out / store.RUN_FILE, RunRecord).exit_code == 2
     other = io.StringIO()
     assert exit_code_of(lambda: int("x"), tmp_path, other) == 1, "other ValueErrors are bugs"
+
+
+def test_after_a_stop_no_checkpoint_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    checkpoint.claim(out)
+    checkpoint.prepare(out / "checkpoints")
+    snapshot = checkpoint.Snapshot(1, 1, None, {"w": torch.zeros(2)}, {}, {})
+    written = checkpoint.write(out / "checkpoints", snapshot)
+    hashed: list[Path] = []
+    monkeypatch.setattr(checkpoint.checkpoint_format, "hash_file", hashed.append)
+
+    def body() -> None:
+        raise StoppedEarly("stopped", "Again.")
+
+    told = io.StringIO()
+    assert exit_code_of(body, out, told) == 3
+    assert f"Newest checkpoint: {written.folder}" in told.getvalue()
+    assert not hashed

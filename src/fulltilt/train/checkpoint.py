@@ -253,11 +253,8 @@ def _seal(body: dict[str, Any]) -> bytes:
 def delete_old(root: Path, policy: KeepPolicy) -> list[int]:
     """Delete what the policy does not keep, and return those steps. Called only after a newer one is complete."""
     folder = _owner(root)
-    known = []
-    for path in folders(root):
-        with contextlib.suppress(MachineError):  # a damaged one stays where it is: it may be all the user has
-            known.append(_described(path, _manifest(path)))
-    doomed = [step for step in steps_to_delete(known, policy) if folder.owns(root / folder_name(step))]
+    # A damaged one stays where it is: it may be all the user has.
+    doomed = [step for step in steps_to_delete(described(root), policy) if folder.owns(root / folder_name(step))]
     with refusals_told(root):
         for step in doomed:
             _delete(root / folder_name(step), folder_name(step))
@@ -293,6 +290,15 @@ def folders(root: Path) -> list[Path]:
     """The checkpoint folders under ``root``, newest first, complete by name but not yet verified."""
     found = [(int(match[1]), path) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def described(root: Path) -> list[Checkpoint]:
+    """The checkpoints under ``root`` by their manifests alone, newest first; those with a damaged one are left out."""
+    known = []
+    for path in folders(root):
+        with contextlib.suppress(MachineError):
+            known.append(_described(path, _manifest(path)))
+    return known
 
 
 def verify(folder: Path, info: RankInfo = _ALONE) -> Checkpoint:

@@ -16,14 +16,13 @@ import torch.distributed as dist
 
 from fulltilt.errors import Diverged, DoesNotFit, FulltiltError, MachineError, StoppedEarly, UsageError, refused_path
 from fulltilt.records.secrets import mask_text
-from fulltilt.train import checkpoint_format
-from fulltilt.train.checkpoint import newest_complete
+from fulltilt.train import checkpoint, checkpoint_format
 from fulltilt.train.distributed import RankInfo, lost_contact, rank_from_env
 from fulltilt.train.guards import RankDoesNotFit
 from fulltilt.train.stop import INTERRUPTED, opened_log
 
-# How long a rank that lost another one waits, so that the launcher sees the exit code of that one first.
-_AFTER_YOU_S = 5.0
+# So long a rank that lost another one waits, for the launcher to see the exit code of that one first.
+_LOST_CONTACT_WAIT_S = 5.0
 
 
 def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = None) -> int:
@@ -54,12 +53,13 @@ def exit_code_of(body: Callable[[], object], out: Path, stream: TextIO | None = 
         if info.world_size > 1 and lost_contact(error):
             lines = ["lost contact with another rank", f"See the error of that rank. The one of this rank is in {log}."]
             code = MachineError.exit_code
-            time.sleep(_AFTER_YOU_S)
+            time.sleep(_LOST_CONTACT_WAIT_S)
     told = [line.replace(":\n", ": ").replace("\n", "; ") for line in lines if line]
     if info.rank:
         told[0] = f"rank {info.rank}: {told[0]}"
     with contextlib.suppress(OSError, FulltiltError):  # reported above
-        if (found := newest_complete(out / "checkpoints").checkpoint) is not None:
+        # By its manifest: after a signal there is no time to read all of it.
+        for found in checkpoint.described(out / "checkpoints")[:1]:
             again = "" if code == UsageError.exit_code else "; the same command resumes there"
             told.append(f"Newest checkpoint: {found.folder}{again}.")
     print(f"fulltilt: {told[0]}", *(f"  {line}" for line in told[1:]), sep="\n", file=stream or sys.stderr, flush=True)
