@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -14,6 +16,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, CLIP
 
 from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.recipes import find, options, pretrained
+from fulltilt.recipes.pretrained import evaluated_weights
+from fulltilt.recipes.visobert.trainer import keep_model
+from fulltilt.train import checkpoint
+from fulltilt.train.checkpoint_format import flatten_state
 
 NAMED = {
     "cod": {"weights": "pretrained", "backbone": "test_resnet"},
@@ -111,3 +117,40 @@ def test_foreign_tokenizer_is_refused_in_one_sentence(files: dict[str, str], cod
     assert refused.value.exit_code == code
     assert len(str(refused.value).splitlines()) == 2
     assert "trust_remote_code" not in str(refused.value)
+
+
+def test_a_model_is_exported_with_the_weights_it_was_evaluated_with(tmp_path: Path) -> None:
+    checkpoint.claim(tmp_path)
+    checkpoint.prepare(tmp_path / "checkpoints")
+    weights, average = {"w": torch.zeros(2), "mean": torch.full((1,), 5.0)}, {"w": torch.ones(2)}
+    values, tensors = flatten_state({"ema": average})
+    written = checkpoint.write(tmp_path / "checkpoints", checkpoint.Snapshot(1, 1, None, weights, tensors, values))
+    found = evaluated_weights(written.folder)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"w": [1.0, 1.0], "mean": [5.0]}
+
+
+@pytest.mark.parametrize("damaged", [None, "step-00000001"])
+def test_the_best_model_is_neither_one_of_nan_nor_missed_for_a_damaged_one(
+    damaged: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint.claim(tmp_path)
+    checkpoint.prepare(root := tmp_path / "checkpoints")
+    for step, metric in ((1, 0.5), (2, 0.4), (3, math.nan)):
+        snapshot = checkpoint.Snapshot(step, 1, metric, {"w": torch.tensor([float(step)])}, {}, {})
+        checkpoint.write(root, snapshot)
+    if damaged:
+        (root / damaged / "model.safetensors").write_bytes(b"x")
+    exported: list[float] = []
+
+    class Kept:
+        def save_pretrained(self, folder: Path, state_dict: Any = None) -> None:
+            exported.extend(tensor.item() for tensor in (state_dict or {}).values())
+
+    request: Any = SimpleNamespace(
+        out=tmp_path,
+        settings=SimpleNamespace(monitor_mode="min"),
+        options=SimpleNamespace(load_best_model_at_end=True),
+    )
+    keep_model(request, Kept(), Kept())
+    assert exported == [2.0]
+    assert "The best model is in" in capsys.readouterr().out

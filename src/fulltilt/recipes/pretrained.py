@@ -10,6 +10,7 @@ from typing import Any
 from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import refuse_foreign, written_by_library
+from fulltilt.train import checkpoint
 from fulltilt.train.distributed import rank_from_env
 from fulltilt.train.guards import is_out_of_memory
 from fulltilt.train.weight_import import reason
@@ -80,6 +81,15 @@ def cannot_load(what: str, name: str, error: Exception, instead: str) -> Excepti
     damaged = any(Path(name, file).is_file() for file in ("config.json", "tokenizer.json"))
     kind = DataError if damaged else UsageError
     return kind(f"the {what} of {name} cannot be loaded: {first[:200]}", instead)
+
+
+def evaluated_weights(folder: Path) -> dict[str, Any]:
+    """The weights of a checkpoint as its evaluation used them: with ema_decay, the averaged ones.
+
+    Raises DamagedCheckpoint.
+    """
+    weights, state = checkpoint.load(folder)
+    return {**weights, **state.get("ema", {})}
 
 
 # --------------------------------------------------------------------------- tokenizers

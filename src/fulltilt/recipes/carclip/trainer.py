@@ -26,9 +26,10 @@ from fulltilt.recipes.carclip.model import (
     tokenised,
 )
 from fulltilt.recipes.images import sizes
-from fulltilt.recipes.pretrained import own_tokenizer, refuse_unavailable
+from fulltilt.recipes.pretrained import evaluated_weights, own_tokenizer, refuse_unavailable
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
+from fulltilt.train.checkpoint import described
 from fulltilt.train.config import TrainSettings, did_you_mean
 from fulltilt.train.data_source import counts_of_all, rows_of_all
 from fulltilt.train.distributed import device_of, rank_from_env
@@ -75,6 +76,8 @@ def run(request: Request) -> Mapping[str, float]:
     metrics = request.train(job)
     if request.options.export and rank_from_env().rank == 0:
         folder = request.out / "model"
+        if request.settings.ema_decay is not None:
+            job.model.load_state_dict(evaluated_weights(described(request.out / "checkpoints")[0].folder))
         with written_by_library(folder) as private:
             job.model.save(private)  # type: ignore[operator]
         print(f"The trained model is in {folder}", flush=True)
