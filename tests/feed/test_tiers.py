@@ -49,3 +49,13 @@ def test_memory_is_shared_by_the_ranks_of_a_machine_and_bounded_by_its_cgroup(mo
     assert measure_room(cpu, tmp_path)["ram"] == pytest.approx(alone / 4, rel=0.2)
     monkeypatch.setattr(tiers, "memory_headroom_bytes", lambda: 4 * GIB)
     assert measure_room(cpu, tmp_path)["ram"] < GIB
+
+
+@pytest.mark.parametrize(("told", "gpus", "here"), [("2", 8, 2), (None, 0, 6), (None, 1, 6), (None, 4, 4)])
+def test_ranks_without_a_launcher_may_all_be_on_this_machine(told, gpus, here, monkeypatch):
+    monkeypatch.setattr(tiers, "ranks", lambda: (0, 6))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if told:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    assert tiers.local_ranks() == here

@@ -11,6 +11,7 @@ import torch
 
 from fulltilt.errors import DoesNotFit, UsageError
 from fulltilt.feed.disk_cache import room_bytes
+from fulltilt.feed.epoch_order import ranks
 from fulltilt.figures import size
 from fulltilt.probes.host import memory_headroom_bytes
 
@@ -103,5 +104,8 @@ def measure_room(
 
 
 def local_ranks() -> int:
-    """How many ranks of the job share this machine."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    """How many ranks of the job share this machine; where no launcher says it, at most all, and one a GPU."""
+    if told := os.environ.get("LOCAL_WORLD_SIZE"):
+        return max(1, int(told))
+    every, gpus = ranks()[1], torch.cuda.device_count()
+    return min(every, gpus) if gpus > 1 else every  # a rank may see no GPU but its own
