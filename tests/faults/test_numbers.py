@@ -162,6 +162,15 @@ def test_ordinary_noise_and_negative_losses_are_no_spikes() -> None:
         assert set(judged(guard, [level + 0.1 * n for n in noise])) == {"go"}
 
 
+def test_a_new_level_of_losses_is_told_until_it_is_the_usual_one() -> None:
+    guard = Guard(TrainSettings())
+    noise = torch.rand(2100, generator=torch.Generator().manual_seed(0)).tolist()
+    losses = [(0.5 if number < 100 else 1.2) + 0.01 * n for number, n in enumerate(noise)]
+    told = [guard.judge(StepFigures(i, loss, 1.0, bad=False)).why for i, loss in enumerate(losses)]
+    assert told[100]
+    assert not any(told[160:])
+
+
 @pytest.mark.parametrize("kind", ["non-finite", "spike"])
 def test_rollbacks_are_counted_out(kind: str) -> None:
     guard = Guard(TrainSettings(bad_steps_in_a_row=1, rollbacks=2, on_spike="rollback"))

@@ -63,6 +63,7 @@ def enter_stage(state: TrainState, epoch: int) -> None:
     if index != state.stage_index:
         state.source.resize(stage.batch_size or state.settings.batch_size)
         state.stepper.optimizer = _optimizer(state)
+        state.guard.recent = []  # a stage may have losses of its own
     if index != state.stage_index or thawed:
         state.stepper.use(state.stepper.optimizer)
     state.stage_index, state.trained = index, names

@@ -83,11 +83,11 @@ class Guard(SavedAttributes):
                 return GuardAction("go", why)
             return self._give_up(f"{why}; {self.in_a_row} such steps in a row")
         self.in_a_row = 0
+        jumped: str | None = None
         if self._is_spike(figures.loss):
-            why = f"step {figures.step}: the loss jumped to {figures.loss:g}, far above the usual {self._usual():g}"
-            return self._give_up(why) if self.limits.on_spike == "rollback" else GuardAction("go", why)
-        self.recent = [*self.recent[1 - WINDOW :], figures.loss]
-        return GuardAction("go")
+            jumped = f"step {figures.step}: the loss jumped to {figures.loss:g}, far above the usual {self._usual():g}"
+        self.recent = [*self.recent[1 - WINDOW :], figures.loss]  # a spike, too: it may be a new level
+        return self._give_up(jumped) if jumped and self.limits.on_spike == "rollback" else GuardAction("go", jumped)
 
     def _give_up(self, why: str) -> GuardAction:
         self.in_a_row = 0
