@@ -75,7 +75,7 @@ def learning_rate_of(state: TrainState) -> float:
     index, epoch_in_stage = stage_at(stages, progress.epoch)
     stage, per_epoch = stages[index], state.source.steps_per_epoch()
     if settings.max_steps is not None and (len(stages) == 1 or per_epoch is None):
-        step, total_steps = progress.step, settings.max_steps
+        step, total_steps = progress.step, min(settings.max_steps, stage.epochs * (per_epoch or settings.max_steps))
     else:
         assert per_epoch is not None
         step = epoch_in_stage * per_epoch + state.source.steps_done(progress.consumed)
