@@ -178,6 +178,7 @@ def build(
     cleanup.callback(state.unfreeze)
     enter_stage(state, 0)
     size = expected_bytes(job.model, stepper.optimizer, averaged=stepper.ema is not None)
+    state.flattened()  # now, not at the first save, raises the error for what cannot be saved
     if group.first:
         check_space(root, size, policy)
     state.writer.longest_save_s = size / SLOW_DISK_BYTES_PER_S  # until one has been measured

@@ -145,7 +145,7 @@ def freeze(state: TrainState, metric: float | None, memory: HostMemory) -> Snaps
     The first rank writes everything, with FSDP the others their shards. All ranks take part. Waits for the device.
     """
     weights = state.model.state_dict()
-    values, tensors = checkpoint_format.flatten_state({name: part.state_dict() for name, part in state.parts().items()})
+    values, tensors = state.flattened()
     mesh = state.writer.mesh
     if not state.group.first:
         if mesh is None:
@@ -277,6 +277,10 @@ class TrainState:
         if self.stepper.ema is not None:
             parts["ema"] = self.stepper.ema
         return parts
+
+    def flattened(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """The parts as plain values and tensors; all ranks take part. Raises UsageError for what cannot be saved."""
+        return checkpoint_format.flatten_state({name: part.state_dict() for name, part in self.parts().items()})
 
     def load(self, folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
         """See ``checkpoint.load``."""
