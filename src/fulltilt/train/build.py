@@ -14,7 +14,7 @@ from fulltilt.errors import MachineError, StoppedEarly, UsageError
 from fulltilt.train import checkpoint, cuda_graphs, optimizers, train_state, weight_import
 from fulltilt.train.checkpoint import KeepPolicy, Writer, check_space, newest_complete
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.data_source import BatchSource, make_source
+from fulltilt.train.data_source import BatchSource, PlannedSource, make_source
 from fulltilt.train.distributed import (
     Group,
     LossModule,
@@ -139,10 +139,8 @@ def build(
     stepper = _stepper(job, settings, group, shown, cleanup)
 
     shares = divided(settings.batch_size, settings.workers, info)
-    if not group.alone:
-        if device.type == "cpu":
-            shown.say(f"Using {info.world_size} processes on the CPU for training")
-        shown.say(shares)
+    if not group.alone and device.type == "cpu":
+        shown.say(f"Using {info.world_size} processes on the CPU for training")
     plan = EpochPlan(
         samples=0,
         batch_size=settings.batch_size,
@@ -156,6 +154,8 @@ def build(
     data = make_source(job.data, plan, settings, job.collate, job.augment, **where)
     cleanup.callback(data.close)
     if data.steps_per_epoch() is None and settings.max_steps is None:
+    if not group.alone and isinstance(data, PlannedSource):  # ready batches are divided by their loader
+        shown.say(shares)
         raise UsageError("the data has no length, so the end of an epoch is not known", "Set max_steps.")
     if data.steps_per_epoch() == 0:
         raise UsageError(
