@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fulltilt.train.distributed import (
 )
 from fulltilt.train.job import Job, stage_at, trainable
 from fulltilt.train.progress import TrainingScreen
-from fulltilt.train.random_states import seed_everything
+from fulltilt.train.random_states import restore_rng, rng_state, seed_everything
 from fulltilt.train.sampler import EpochPlan
 from fulltilt.train.step import Stepper, set_tf32
 from fulltilt.train.train_state import TrainState, expected_bytes
@@ -122,6 +122,7 @@ def build(
     device = device_of(settings.device, info.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    cleanup.enter_context(left_as_found(job.model, device))
     group = Group(info, device, settings.hang_timeout_s)
     cleanup.push(lambda kind, _error, _trace: group.close(failed=kind not in (None, StoppedEarly)))
     policy = KeepPolicy(settings.keep_last, settings.keep_best if settings.monitor else 0, settings.monitor_mode)
@@ -153,9 +154,9 @@ def build(
     where: dict[str, Any] = {"device": device, "stack_log": out / f"stacks.rank-{info.rank}.log"}
     data = make_source(job.data, plan, settings, job.collate, job.augment, **where)
     cleanup.callback(data.close)
-    if data.steps_per_epoch() is None and settings.max_steps is None:
     if not group.alone and isinstance(data, PlannedSource):  # ready batches are divided by their loader
         shown.say(shares)
+    if data.steps_per_epoch() is None and settings.max_steps is None:
         raise UsageError("the data has no length, so the end of an epoch is not known", "Set max_steps.")
     if data.steps_per_epoch() == 0:
         raise UsageError(
@@ -177,12 +178,39 @@ def build(
     state = TrainState(job, settings, out, stepper, data, eval_data, writer, shown)
     cleanup.callback(state.unfreeze)
     enter_stage(state, 0)
-    size = expected_bytes(job.model, stepper.optimizer, averaged=stepper.ema is not None)
     state.flattened()  # now, not at the first save, raises the error for what cannot be saved
+    size = expected_bytes(job.model, stepper.optimizer, averaged=stepper.ema is not None)
     if group.first:
         check_space(root, size, policy)
     state.writer.longest_save_s = size / SLOW_DISK_BYTES_PER_S  # until one has been measured
     return state
+
+
+@contextlib.contextmanager
+def left_as_found(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Undo at the end what a training changes outside of it: random states, torch's switches, modes, gradients."""
+    cudnn: Any = torch.backends.cudnn
+    states, benchmark = rng_state(device), cudnn.benchmark
+    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    precision = allows_tf32 = None
+    with contextlib.suppress(RuntimeError):  # the user has set torch's newer fp32_precision switches
+        precision = torch.get_float32_matmul_precision()
+        allows_tf32 = cudnn.allow_tf32
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(RuntimeError):  # after an error of the GPU
+            restore_rng(states, device)
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
+        cudnn.benchmark = benchmark
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
+        if allows_tf32 is not None:
+            cudnn.allow_tf32 = allows_tf32
+        for module, training in modes:
+            module.training = training
+        model.zero_grad()
 
 
 def _stepper(
