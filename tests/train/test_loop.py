@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import re
 import signal
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +21,8 @@ from fulltilt.errors import UsageError
 from fulltilt.train import checkpoint
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.job import Job, Stage
-from fulltilt.train.loop import train
+from fulltilt.train.loop import Loop, train
+from fulltilt.train.metrics import AsyncMetrics
 from fulltilt.train.progress import TrainingScreen, epoch_time_line
 from fulltilt.train.train_state import Outcome, StepEnd
 from tests.faults import victim
@@ -284,3 +289,78 @@ def test_metrics_are_logged_as_csv(tmp_path: Path) -> None:
 def test_bf16_on_the_cpu(tmp_path: Path) -> None:
     outcome, _ = run(tmp_path, epochs=2, precision="bf16", channels_last=True)
     assert outcome.skipped_steps == 0
+
+
+def test_the_rate_falls_to_the_end_of_a_run_that_max_steps_does_not_cut(tmp_path: Path) -> None:
+    rates: list[float] = []
+
+    def note(end: StepEnd) -> None:
+        rates.append(end.state.stepper.optimizer.param_groups[0]["lr"])
+
+    settings = TrainSettings(batch_size=22, epochs=2, max_steps=1000, device="cpu", record=False)
+    train(victim.make_job(eval_data=None), settings, tmp_path, on_step=note)
+    assert len(rates) == 4
+    assert rates[-1] == 0.0
+
+
+def test_batches_are_not_kept_until_their_figures_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = [0]
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        alive.add(batch[0])
+        return plain_loss(model, batch)
+
+    monkeypatch.setattr(AsyncMetrics, "read", lambda self, everything: ())
+    train(
+        victim.make_job(loss=loss, data=FixedSamples(), eval_data=None),
+        TrainSettings(batch_size=4, device="cpu", record=False),
+        tmp_path,
+        on_step=lambda _: most.append(len(alive)),
+    )
+    assert max(most) <= 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": lambda m, s, d: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=np.float64(1e-4))},
+        {"made_from": {"data": Path("/x")}},
+    ],
+)
+def test_what_cannot_be_saved_is_told_before_step_0(changes: dict[str, Any], tmp_path: Path) -> None:
+    steps: list[StepEnd] = []
+    settings = TrainSettings(device="cpu", record=False)
+    with pytest.raises(UsageError, match="cannot save"):
+        train(victim.make_job(**changes), settings, tmp_path, on_step=steps.append)
+    assert not steps
+
+
+def test_nothing_outside_of_the_run_stays_changed(tmp_path: Path) -> None:
+    job = victim.make_job()
+    job.model.eval()
+
+    def seen() -> tuple[object, ...]:
+        strict = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+        grads = [parameter.grad for parameter in job.model.parameters()]
+        return *strict, job.model.training, grads, random.getstate(), torch.get_rng_state().tolist()
+
+    before = seen()
+    run(tmp_path, job, deterministic=True)
+    assert seen() == before
+
+
+def test_a_rollback_goes_to_the_checkpoint_that_the_first_rank_chose(tmp_path: Path) -> None:
+    chosen = checkpoint.Checkpoint(tmp_path / "step-00000001", 1, 1, None)
+    loaded: list[Path] = []
+
+    def load(folder: Path) -> None:
+        loaded.append(folder)
+        raise UsageError("enough")
+
+    group = SimpleNamespace(first=False, barrier=lambda: None, gather=lambda _: [chosen, None])
+    state = SimpleNamespace(group=group, root=tmp_path, load=load, parts=dict, model=None)
+    loop: Any = SimpleNamespace(state=state, _wait_for_disk=lambda: None)
+    with pytest.raises(UsageError, match="enough"):
+        Loop._roll_back(loop, "a spike")
+    assert loaded == [chosen.folder]

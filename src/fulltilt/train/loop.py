@@ -73,7 +73,7 @@ class Loop:
         self.state, self.stop, self.watchdog, self.record, self.on_step = state, stop, watchdog, record, on_step
         state.stepper.marks = record
         self.profile_step: Callable[[], None] = lambda: None
-        self.readout: AsyncMetrics[tuple[int, StepData]] = AsyncMetrics(state.device)
+        self.readout: AsyncMetrics[tuple[int, int, Callable[[], str]]] = AsyncMetrics(state.device)
         self._memory = HostMemory()
         # Step and epoch of the newest checkpoint, or of the one being written.
         self._saved_at: tuple[int, int] | None = self._here() if state.progress.step else None
@@ -140,14 +140,15 @@ class Loop:
         state, progress = self.state, self.state.progress
         number = progress.step + 1
         self.watchdog.beat(f"in step {number}")
+        rate = learning_rate_of(state)
         for group in state.stepper.optimizer.param_groups:
-            group["lr"] = learning_rate_of(state) * group.get("lr_factor", 1.0)
+            group["lr"] = rate * group.get("lr_factor", 1.0)
         state.stepper.stop_flag = float(self.stop.reason is not None)
         figures = state.stepper.step(data.batches, data.samples, number, state.totals)
         state.screen.stepped(data.samples, len(data.batches), wait_s)
         progress.step = number
         progress.consumed = data.consumed
-        self.readout.push((number, data), figures)
+        self.readout.push((number, data.samples, data.names), figures)  # without the batches, which would stay alive
         self._judge()
         if self.on_step is not None:
             self.on_step(StepEnd(number, progress.epoch, state, data.names))
@@ -221,13 +222,13 @@ class Loop:
 
     def _judge(self, *, everything: bool = False) -> None:
         state = self.state
-        for (number, data), (loss, norm, bad, scale) in self.readout.read(everything=everything):
+        for (number, samples, names), (loss, norm, bad, scale) in self.readout.read(everything=everything):
             figures = StepFigures(number, loss, norm, bool(bad), scale if state.stepper.scale.active else None)
-            state.totals.add_read("loss", loss, data.samples)
-            state.screen.step(figures, data.samples)
+            state.totals.add_read("loss", loss, samples)
+            state.screen.step(figures, samples)
             judged = state.guard.judge(figures)
             if judged.why is not None:
-                state.screen.warn(f"{judged.why}; {data.names()}")
+                state.screen.warn(f"{judged.why}; {names()}")
             if judged.action == "stop":
                 self._wait_for_disk()
                 remedy = "Lower lr, lengthen the warm-up, set clip_norm, or look at the samples named above."
@@ -241,7 +242,8 @@ class Loop:
         state = self.state
         self._wait_for_disk()
         state.group.barrier()
-        found = newest_complete(state.root).checkpoint
+        # The first rank chooses for all, as in `resume`.
+        found = state.group.gather(newest_complete(state.root).checkpoint if state.group.first else None)[0]
         if found is None:
             if broken := state.broken_weights():
                 raise Diverged(f"{why}; the weights themselves are not finite: {broken}", "Look where they come from.")
