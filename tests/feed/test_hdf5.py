@@ -367,3 +367,9 @@ def test_gathering_several_batches_at_once_changes_nothing(files, window, at_onc
 def test_rows_asked_for_on_disk_are_streamed_from_their_files(files):
     with feed.hdf5(files, ["x"], 32, residency="disk") as loader:
         assert loader.tier == "none"
+
+
+def test_a_batch_on_the_cpu_holds_its_own_memory_alone(files):
+    with feed.hdf5(files, "x", 16, num_workers=0, device="cpu", residency="ram") as loader:
+        batch = next(iter(loader))
+    assert batch.untyped_storage().nbytes() == batch.nbytes

@@ -29,7 +29,7 @@ from fulltilt.feed.worker_pool import WorkerPool, asked_workers
 
 # Bytes of streamed rows that are shuffled together, unless ``mixing_rows`` is given.
 MIXING_BYTES = 1024**3
-# So much is gathered at once, in whole batches: each gather costs the host a launch.
+# So much is gathered at once on a GPU, in whole batches: each gather costs the host a launch.
 AT_ONCE_BYTES = 256 * 1024**2
 # Compiled models copy tensors at other addresses.
 ALIGNMENT_BYTES = 16
@@ -44,6 +44,8 @@ Batch = tuple[tuple[torch.Tensor, ...], torch.Tensor]
 
 class Hdf5Loader(PositionedLoader):
     """A loader whose batches are tuples of the ``keys``' tensors (one tensor for one key), on the device.
+
+    On a GPU they are views of larger tensors: clone a batch to keep or save it.
 
     ``window``: a sample is that many rows; samples begin ``stride`` rows apart. Keys not in ``window_keys`` (default:
     the first) give the value at the window's last row. ``part``: the share of each file's rows, from and to.
@@ -246,7 +248,7 @@ class Hdf5Loader(PositionedLoader):
             yield _joined(pieces)
 
     def _cut(self, columns: list[torch.Tensor], starts: torch.Tensor, numbers: torch.Tensor) -> Iterator[Batch]:
-        """Batches of the samples that begin at ``starts``, as views of larger gathers."""
+        """Batches of the samples that begin at ``starts``, on a GPU as views of larger gathers."""
         if not len(starts):
             return iter(())
         size = self.order.batch_size
@@ -260,7 +262,8 @@ class Hdf5Loader(PositionedLoader):
         """The entries ``starts`` of ``samples`` on the device, batch by batch; several batches are gathered at once."""
         size = self.order.batch_size
         batch_bytes = size * samples[:1].numel() * samples.element_size()
-        at_once = 1 if batch_bytes % ALIGNMENT_BYTES else max(1, AT_ONCE_BYTES // max(1, batch_bytes))
+        own = self.device.type == "cpu" or batch_bytes % ALIGNMENT_BYTES
+        at_once = 1 if own else max(1, AT_ONCE_BYTES // max(1, batch_bytes))
         for several in torch.split(starts, at_once * size):
             picked = samples.index_select(0, several)
             if self._where != self.device:
