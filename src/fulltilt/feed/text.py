@@ -213,8 +213,9 @@ class TextLoader(PositionedLoader):
         # Token ids are small and always resident. A batch takes few operations, since each costs the host a launch:
         # hence start and end in one tensor, and padding after the last sample, where a batch may reach.
         self._bounds = torch.stack([tokens.offsets[:-1], tokens.offsets[1:]], dim=1).to(device)
-        self._flat = tokens.flat.to(device)
-        self._steps = torch.arange(0, device=device)
+        widest = padded_length(int(self.lengths.max()), multiple)
+        self._flat = torch.cat([tokens.flat, tokens.flat.new_full((widest,), pad_id)]).to(device)
+        self._steps = torch.arange(widest, device=device)
         self._real = self._padded = 0
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="fulltilt-order")
         self._planned: dict[int, Future[list[torch.Tensor]]] = {}
@@ -262,9 +263,6 @@ class TextLoader(PositionedLoader):
 
     def _assembled(self, picks: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
         """The batch of samples ``picks`` (on the device), ``width`` tokens wide."""
-        if width > len(self._steps):
-            self._flat = torch.cat([self._flat, self._flat.new_full((width - len(self._steps),), self.pad_id)])
-            self._steps = torch.arange(width, device=self.device)
         bounds = self._bounds[picks]
         places = bounds[:, :1] + self._steps[:width]
         inside = places < bounds[:, 1:]
