@@ -10,7 +10,7 @@ from PIL import Image
 
 from fulltilt.errors import DataError
 from fulltilt.recipes import tables
-from fulltilt.recipes.images import as_mask, as_rgb
+from fulltilt.recipes.images import as_mask, as_rgb, opened
 
 
 def saved(folder: Path, values: np.ndarray, name: str = "a.png") -> Path:
@@ -91,3 +91,9 @@ def test_a_text_with_a_delimiter_and_no_quotes_is_refused(lines: str, tmp_path: 
     (tmp_path / "a.csv").write_text("text;label\na;1;\nb;0\nc;1; ;\n")
     _, rows = tables.read(tmp_path / "a.csv", ("text", "label"))
     assert [row["label"] for _, row in rows] == ["1", "0", "1"], "values of nothing do no harm"
+
+
+def test_a_damaged_picture_is_named_whatever_pillow_raises(tmp_path: Path) -> None:
+    path = saved(tmp_path, np.zeros((4, 4), np.uint8))
+    with pytest.raises(DataError, match=r"cannot read .*a\.png"), opened(path):
+        raise TypeError("an integer is required")  # of a damaged TIFF

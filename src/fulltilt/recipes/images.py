@@ -24,7 +24,7 @@ def opened(path: Path) -> Iterator[Image.Image]:
     try:
         with open_plain(path, follow=True) as file, Image.open(file) as picture:
             yield picture
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, TypeError, ValueError, Image.DecompressionBombError) as error:
         what = f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
         if isinstance(error, FileNotFoundError):
             what = f"{path} is not there"
