@@ -365,3 +365,17 @@ def test_low_gpu_use_is_not_told_where_there_is_no_gpu(tmp_path: Path, monkeypat
     monkeypatch.setattr("fulltilt.train.record.IdleGpu", lambda *given: made.append(given))
     run(tmp_path, epochs=1)
     assert not made
+
+
+def test_waits_of_an_endless_epoch_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_LOG_LEVEL", "DEBUG")
+    stream = io.StringIO()
+    screen = TrainingScreen(tmp_path, stream=stream, sampled=False)
+    screen.epoch_begins(0, None, 0)
+    for number in range(100):
+        screen.stepped(8, 2, 0.002 if number else 0.202)
+    assert not [value for value in vars(screen).values() if isinstance(value, list)]
+    screen.speaks = False
+    monkeypatch.setattr(screen, "say", lambda line: stream.write(f"{line}\n"))
+    screen.epoch_ends(0, {})
+    assert "[TRAIN PROFILE] DataLoader avg: 2.0ms, max: 101.0ms" in stream.getvalue()

@@ -153,7 +153,6 @@ class TrainingScreen:
             "fulltilt"
         ).isEnabledFor(logging.DEBUG)
         self.latest: Sample | None = None
-        self.waits_s: list[float] = []
         self._terminal = Terminal(self.stream)
         self._out = out
         self._relay = _Relay(self)
@@ -166,6 +165,7 @@ class TrainingScreen:
         self._last: int | None = None  # the step of the epoch that training gets to
         self._done = self._shown_at = self._queued = 0  # steps of the epoch
         self._samples = self._batches = 0
+        self._wait_s = self._longest_wait_s = 0.0  # for data, of a batch
         self._began_s = self._shown_s = time.monotonic()
         self._trained_s: float | None = None
         self._recent: deque[tuple[float, int, int]] = deque()  # time, steps and samples of the epoch by then
@@ -220,7 +220,7 @@ class TrainingScreen:
         self._last = steps if steps is None or left is None else min(steps, done + left)
         self._asked = batch_size or self._asked
         self._samples = self._batches = 0
-        self.waits_s = []
+        self._wait_s = self._longest_wait_s = 0.0
         self._peak = self._trained_s = None
         self._began_s = self._shown_s = time.monotonic()
         self._recent = deque([(self._began_s, done, 0)])
@@ -232,7 +232,8 @@ class TrainingScreen:
         batches = max(batches, 1)
         self._queued += 1
         self._batches += batches
-        self.waits_s.append(wait_s / batches)
+        self._wait_s += wait_s
+        self._longest_wait_s = max(self._longest_wait_s, wait_s / batches)
         # Not on the last step of an epoch, which may be smaller.
         rest = self._steps is not None and 1 < self._steps == self._queued
         if self._asked is not None and self._asked != self._batch_told and not rest:
@@ -273,9 +274,8 @@ class TrainingScreen:
         if self.latest is not None:
             self.say(f"Final - {status_line(self.latest)}")
             self.say(f"Peak - {status_line(self._peak or self.latest)}")
-        waits_ms = [1e3 * wait_s for wait_s in self.waits_s] or [0.0]
-        mean_ms = sum(waits_ms) / len(waits_ms)
-        self.debug(f"[TRAIN PROFILE] DataLoader avg: {mean_ms:.1f}ms, max: {max(waits_ms):.1f}ms")
+        mean_ms, longest_ms = 1e3 * self._wait_s / max(self._batches, 1), 1e3 * self._longest_wait_s
+        self.debug(f"[TRAIN PROFILE] DataLoader avg: {mean_ms:.1f}ms, max: {longest_ms:.1f}ms")
         if self.speaks:
             try:
                 log_metrics(self._out, epoch + 1, metrics, seconds)
