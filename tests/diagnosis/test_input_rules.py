@@ -433,6 +433,22 @@ def test_one_of_several_loaders_is_not_measured_by_the_rate_of_the_job() -> None
     assert "would hide it" not in finding.fix
 
 
+def test_the_first_worker_of_one_of_several_loaders_still_takes_as_long_for_a_batch() -> None:
+    """Two zipped loaders on two CPUs: one worker was to make the job 4.1 times as fast, and made it slower."""
+    loaders = (loader(where="train.py:9"), loader(loader_id=2, wait_s=76.0, wait_cpu_s=75.0))
+    made = rank(loaders=loaders)
+    finding = found(input_serial(gather(run_of(made, on=machine(2.0), data_wait=76.0, compute=24.0))))
+    assert finding.predicted_speedup == (1.0, pytest.approx(1 / 0.76, abs=0.01))
+
+
+def test_a_batch_that_is_made_faster_than_handed_over_needs_no_worker() -> None:
+    """A worker was advised where a batch takes 1.2 ms: the job took a fifth longer with it."""
+    quick = {"wait_s": 1.1, "wait_cpu_s": 1.1, "batches": 1000, "samples": 1000 * BATCH}
+    run = run_of(rank(loaders=(loader(**quick),)), on=machine(2.0), data_wait=1.1, compute=8.9)
+    finding = found(input_serial(gather(run)))
+    assert finding.fix.startswith("Make fetching cheaper at train.py:31: a batch takes 1.1 ms, and handing one over")
+
+
 def test_the_workers_of_one_of_several_loaders_are_planned_from_its_own_rate() -> None:
     """With eight samples of the others for one of its own, 164 workers were said to hide what 19 would."""
     slow = loader(num_workers=2, wait_s=62.0, batch_size=BATCH // 8, samples=STEPS * BATCH // 8)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -87,10 +88,11 @@ def tell_wrapped(line: str, *, bold: bool = False) -> None:
 def wrapped(line: str, columns: int) -> list[str]:
     """The rows of a line. ``  1. Data loading: …`` continues below ``Data``, any other line two spaces in."""
     beginning = len(line) - len(line.lstrip(" 0123456789.")) if line.startswith(" ") else 2
+    whole = re.sub(r"(?<=\d) (?=[%×])", "\u00a0", line)  # textwrap does not break there
     rows = textwrap.wrap(
-        line, max(columns - 1, 30), subsequent_indent=" " * beginning, break_long_words=False, break_on_hyphens=False
+        whole, max(columns - 1, 30), subsequent_indent=" " * beginning, break_long_words=False, break_on_hyphens=False
     )
-    return rows or [""]
+    return [row.replace("\u00a0", " ") for row in rows] or [""]
 
 
 def warn_of_flags(command: str, flags: Collection[str], arguments: Sequence[str]) -> None:

@@ -279,7 +279,7 @@ def _input_of(
         return None, None, next(iter(rank.live), None), None
     workers = next((record for record in rank.workers if record.loader_id == loader.loader_id), None)
     own = (live for live in rank.live if live.loader_id == loader.loader_id)
-    live = next(own, next(iter(rank.live), None))
+    live = next(own, rank.live[0] if len(rank.live) == 1 else None)
     return loader, workers, live, measure_supply(loader, workers, spans, live, rank.cpu_wait_s)
 
 

@@ -45,6 +45,7 @@ from fulltilt.diagnosis.rules.worker_count import (
     WorkerPlan,
     gain_without_wait,
     plan_workers,
+    unplanned_gain,
     unplanned_workers,
     workers_unmeasured,
 )
@@ -189,7 +190,14 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
         fix += f" {capital(_need_and_room(evidence, plan))}."
     if loader.iterable and beside is None and not divides_itself(loader):
         fix += " Its IterableDataset must split the data with get_worker_info(), or every worker yields all of it."
-    predicted = plan.gain if plan else gain_without_wait(evidence)
+    predicted = plan.gain if plan else unplanned_gain(evidence, workers)
+    if beside is None and supply is not None and supply.batch_s < THRESHOLDS.handing_over_s:
+        place = line.where if line else loader.where
+        fix = (
+            f"Make fetching cheaper{at(place)}: a batch takes {seconds(supply.batch_s)}, and handing one over from a "
+            "worker would take about as long."
+        )
+        predicted = gain_without_wait(evidence)
     fix, predicted = with_cheaper_call(evidence, line, loader.wait_s, fix, predicted)
     computes = supply is None or supply.batch_cpu_s + supply.queue_s >= THRESHOLDS.warn_share * supply.batch_s
     if others and computes:  # workers would share the CPUs with them as well

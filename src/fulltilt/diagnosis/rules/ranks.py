@@ -22,7 +22,7 @@ from fulltilt.records import Abstention, FindingCode, RankSummary
 
 _ADVICE = {
     "data_wait_s": "give it the same storage, CPUs and workers as the others, and data that costs as much to load",
-    "compute_s": "balance the batches (equal lengths and sizes on every rank), and check the clock of its GPU",
+    "compute_s": "balance the batches (equal lengths and sizes on every rank), and check the clock of its GPU or CPU",
     "host_code_s": "move what only it does between steps (logging, plotting) to the end of the epoch or a thread",
     "checkpoint_s": "save in the background (torch.distributed.checkpoint.async_save)",
     "validation_s": "divide validation among all ranks",

@@ -134,6 +134,18 @@ def full_cpu_rate(evidence: Evidence, supply: Supply, rate: float, threads: floa
     )
 
 
+def unplanned_gain(evidence: Evidence, workers: int) -> Gain:
+    """What the first workers of one of several loaders win: they divide its fetching, beside all else."""
+    loader, supply = evidence.loader, evidence.supply
+    low, high = gain_without_wait(evidence)
+    if loader is None or supply is None or supply.workers:
+        return low, high
+    share = evidence.share(loader.wait_s)
+    most = 1 / max(share / max(workers, 1), 1 - share)
+    room = _cpu_room(evidence, supply)
+    return gain(low, min(high, most, room if room is not None else most))
+
+
 def gain_without_wait(evidence: Evidence) -> Gain:
     """The gain if training waited half as long, or not at all; with several loaders the lower end is no gain."""
     return by_removing(evidence.data_wait_share, 0.0 if _several_loaders(evidence) else THRESHOLDS.recovered_low)

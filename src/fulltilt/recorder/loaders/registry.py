@@ -50,6 +50,7 @@ class LoaderRegistry:
         self.waiting_for: LoaderStats | None = None
         self.feeding: LoaderStats | None = None
         self.unused = False  # a batch was drawn for training, and no backward has come since
+        self._drawn: dict[int, int] = {}  # since then, from loaders of which it is not known whether they train
         workers.process_recorder = recorder
         self.worker_socket = workers.WorkerSocket()
         self.starting_workers = False
@@ -73,11 +74,21 @@ class LoaderRegistry:
         """
         return not self.gradients() or (self.recorder.eval_mode and not stats.trains)
 
+    def fed(self, stats: LoaderStats) -> None:
+        """A batch was drawn, and not for evaluation."""
+        self.feeding, self.unused = stats, True
+        if not stats.trains:
+            self._drawn[stats.loader_id] = self._drawn.get(stats.loader_id, 0) + 1
+
     def trained(self) -> None:
-        """backward() is called: the loader drawn last is one that trains."""
+        """backward() is called: the loader drawn last trains, and those from which as much was drawn (zip)."""
         self.unused = False
-        if self.feeding is not None:
-            self.feeding.trains = True
+        if self.feeding is not None and self._drawn:
+            times = self._drawn.get(self.feeding.loader_id, 1)
+            for loader_id, drawn in self._drawn.items():
+                if drawn == times:
+                    self.all[loader_id].trains = True
+            self._drawn.clear()
 
     def of(self, loader: Any) -> LoaderStats:
         """The stats of a loader, added when it is first seen."""
@@ -374,7 +385,7 @@ class BatchTimer:
             stats.eval_batches += 1
             recorder.evaluation.drew(sys._getframe(1), recorder.loop_frames.loop)
         else:
-            loaders.feeding, loaders.unused = stats, True
+            loaders.fed(stats)
             recorder.calibrate_if_asked(Point.BATCH)
         return batch
 
@@ -433,7 +444,7 @@ class BatchTimer:
             if self._loaders.evaluating(self._stats):
                 self._stats.eval_batches += 1
             else:
-                self._loaders.feeding, self._loaders.unused = self._stats, True
+                self._loaders.fed(self._stats)
                 self._loaders.drawn_elsewhere = True
                 recorder.note(BatchArrived(self._stats.loader_id, samples, False, False, 1))
         return batch
