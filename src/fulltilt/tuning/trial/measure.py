@@ -255,6 +255,7 @@ class Saves:
 
     def __init__(self, scratch: str | None) -> None:
         self.count = 0
+        self.patches = Patches()
         self._scratch = scratch
         self._installed: set[str] = set()
 
@@ -268,10 +269,10 @@ class Saves:
                 for part in outer:
                     home = getattr(home, part, None)
                 if hasattr(home, last):
-                    Patches().swap(home, last, functools.partial(self._saving, keyword))
+                    self.patches.swap(home, last, functools.partial(self._saving, keyword))
         if self._scratch is not None and "torch.load" not in self._installed:
             self._installed.add("torch.load")
-            Patches().swap(sys.modules["torch"], "load", self._loading)
+            self.patches.swap(sys.modules["torch"], "load", self._loading)
 
     def _in_scratch(self, path: Any) -> str:
         return f"{self._scratch}{Path(path).absolute()}"
