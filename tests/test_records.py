@@ -32,7 +32,7 @@ def test_every_record_is_the_same_after_a_trip_through_json(kind: type) -> None:
     round_trip()
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(any_of(records.Machine))
 def test_a_full_encoding_has_every_field_and_decodes_to_the_same(machine: records.Machine) -> None:
     plain = encode_fully(machine)

@@ -209,7 +209,7 @@ def check(diagnosis: Diagnosis) -> None:
         assert 0 <= rank_summary.waits_s <= rank_summary.buckets.communication_s + 1e-6
 
 
-@settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(runs())
 def test_every_run_gets_an_answer_that_closes(run: Run) -> None:
     diagnosis = answer(run)
@@ -217,7 +217,7 @@ def test_every_run_gets_an_answer_that_closes(run: Run) -> None:
     assert answer(run) == diagnosis
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ODD_RUNS)
 def test_even_an_odd_run_gets_one(run: Run) -> None:
     diagnosis = answer(run)

@@ -147,7 +147,7 @@ block = bytearray(os.urandom(1024)) * (200 * 1024)  # 200 MiB, every page writte
 print("alone", flush=True)
 sys.stdin.readline()
 any(os.fork() == 0 for _ in range(4))
-print("forked", flush=True)
+os.write(1, b"forked\\n")  # at once: all five write
 sys.stdin.readline()
 """
     with subprocess.Popen([sys.executable, "-c", forks], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:

@@ -306,7 +306,7 @@ def test_the_line_of_the_loop_that_calls_a_function_is_named_beside_the_line_ins
     assert calls <= {"max(words, key=len)", "return max(words, key=len)"}
     # The thread may run on between the looks at two of its frames.
     called = [view.called_at[2] if view.called_at else None for view in inside]
-    assert called.count('longest(["a", "bc"] * 20_000)') >= 0.9 * len(called)
+    assert called.count('longest(["a", "bc"] * 20_000)') > len(called) / 2
     assert not any(view.called_at for view in views if view.function.endswith("train"))
 
 

@@ -199,7 +199,7 @@ def test_a_terminal_without_block_characters_gets_none() -> None:
 
 
 @example(samples=[], jobs=[JobProcess(1, "\n", 0, None, None, "\n")], width=28, height=10)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     samples=st.lists(any_physical(Sample), max_size=4),
     jobs=st.lists(any_physical(JobProcess), max_size=4),

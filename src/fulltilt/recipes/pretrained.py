@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt.errors import DataError, FulltiltError, UsageError
+from fulltilt.recipes.out_folder import refuse_foreign, written_by_library
 from fulltilt.recipes.recipe import Request
-from fulltilt.recipes.run_folder import refuse_foreign, written_by_library
 from fulltilt.train import checkpoint
 from fulltilt.train.distributed import rank_from_env
 from fulltilt.train.guards import is_out_of_memory

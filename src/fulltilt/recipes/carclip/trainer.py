@@ -26,9 +26,9 @@ from fulltilt.recipes.carclip.model import (
     tokenised,
 )
 from fulltilt.recipes.images import sizes
+from fulltilt.recipes.out_folder import refuse_foreign, refuse_to_replace, written_by_library
 from fulltilt.recipes.pretrained import evaluated_weights, own_tokenizer, refuse_unavailable
 from fulltilt.recipes.recipe import Request
-from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
 from fulltilt.train.checkpoint import described
 from fulltilt.train.config import TrainSettings, did_you_mean
 from fulltilt.train.data_source import counts_of_all, rows_of_all

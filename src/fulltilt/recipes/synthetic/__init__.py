@@ -21,7 +21,7 @@ from typing import Any
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.feed.progress import progress
 from fulltilt.probes.host import cpu_capacity
-from fulltilt.recipes.run_folder import remove_private
+from fulltilt.recipes.out_folder import remove_private
 from fulltilt.store.owned_folder import OwnedFolder
 from fulltilt.train.config import did_you_mean
 

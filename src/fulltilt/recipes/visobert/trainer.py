@@ -14,8 +14,8 @@ from torch.nn import functional
 from fulltilt import feed
 from fulltilt.feed.text import Tokens, tokenise
 from fulltilt.recipes import pretrained
+from fulltilt.recipes.out_folder import refuse_foreign, refuse_to_replace, written_by_library
 from fulltilt.recipes.recipe import Request
-from fulltilt.recipes.run_folder import refuse_foreign, refuse_to_replace, written_by_library
 from fulltilt.recipes.visobert import VisobertOptions
 from fulltilt.recipes.visobert.data import Split, Texts, read_texts
 from fulltilt.train import checkpoint
