@@ -11,7 +11,7 @@ import torch
 
 from fulltilt.cli.main import main
 from fulltilt.errors import ForeignFiles
-from fulltilt.recipes import RECIPES, run_folder
+from fulltilt.recipes import RECIPES, out_folder
 from fulltilt.recipes.carclip.model import TOKENIZER
 from fulltilt.recipes.pretrained import own_tokenizer
 from fulltilt.recipes.recipe import Request
@@ -67,15 +67,15 @@ def test_foreign_out_is_refused_and_left_as_it_is(
 def test_library_folder_replaces_only_what_is_ours(tmp_path: Path) -> None:
     target = tmp_path / "out" / "model"
     for text in ("first", "second"):
-        with run_folder.written_by_library(target) as private:
+        with out_folder.written_by_library(target) as private:
             (private / "inner").mkdir()
             (private / "inner" / "weights").write_text(text)
     assert (target / "inner" / "weights").read_text() == "second"
-    with pytest.raises(FileNotFoundError), run_folder.written_by_library(target) as private:
+    with pytest.raises(FileNotFoundError), out_folder.written_by_library(target) as private:
         (private / "half").write_bytes((private / "missing").read_bytes())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".fulltilt", "model"]
     (target / "inner" / "notes.txt").write_text("mine")
-    with pytest.raises(ForeignFiles, match=r"notes\.txt"), run_folder.written_by_library(target):
+    with pytest.raises(ForeignFiles, match=r"notes\.txt"), out_folder.written_by_library(target):
         pytest.fail("it was begun")
     assert sorted(path.name for path in (target / "inner").iterdir()) == ["notes.txt", "weights"]
 
@@ -86,7 +86,7 @@ def test_fresh_leaves_a_foreign_tokenizer_alone(name: str, theirs: str, tmp_path
     """The folder is ours, what lies at the tokenizer's place in it is not."""
     out = checkpoint.claim(tmp_path / "out").path
     if theirs != "tokenizer":
-        with run_folder.written_by_library(out / "tokenizer") as private:
+        with out_folder.written_by_library(out / "tokenizer") as private:
             (private / "vocab.json").write_text("ours")
     (out / theirs).write_text("mine")
     special = TOKENIZER if name == "carclip" else {"size": 200, "start": "<s>", "end": "</s>", "pad": "<pad>"}
@@ -102,7 +102,7 @@ def test_library_folder_of_a_killed_run_is_removed(tmp_path: Path) -> None:
     folder = checkpoint.claim(target.parent)
     killed = folder.make(folder.temporary(target))
     (killed / "half").write_text("x")
-    with run_folder.written_by_library(target) as private:
+    with out_folder.written_by_library(target) as private:
         (private / "weights").write_text("whole")
     assert sorted(path.name for path in target.parent.iterdir()) == [".fulltilt", "model"]
 
