@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from fulltilt.recorder.hooks import Function, Patches, timed
@@ -433,17 +434,9 @@ class StepHooks:
 
 def trainable(module: Any) -> Any:
     """The first parameter of a model that is to be trained, or None. Its own ``parameters()`` may be the user's."""
-    left, seen = [module], set()
-    while left:
-        each = left.pop(0)
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        for parameter in vars(each)["_parameters"].values():
-            if parameter is not None and parameter.requires_grad:
-                return parameter
-        left[:0] = vars(each)["_modules"].values()
-    return None
+    own = (each for each in vars(module)["_parameters"].values() if each is not None and each.requires_grad)
+    inner = (trainable(each) for each in vars(module)["_modules"].values() if each is not None)
+    return next(chain(own, (each for each in inner if each is not None)), None)
 
 
 def _is_sharded(parameter: Any) -> bool:

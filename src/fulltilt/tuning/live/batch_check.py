@@ -22,7 +22,8 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice, zip_longest
+from operator import is_
 from typing import Any
 
 import psutil
@@ -317,26 +318,31 @@ class AttributeWatch:
                 self._places.append((vars(item), None, is_users))
                 left += (getattr(value, "__func__", value) for value in vars(item).values())
                 left.append(kind)
-        self._before = self._now()
+        self._names, self._values = self._names_now(), self._values_now()
+        of_users = [is_users for place, names, is_users in self._places for _ in (place if names is None else names)]
+        held = zip(self._names, self._values, of_users, strict=True)
+        self._sized = [
+            (name, value, len(value)) for name, value, own in held if own and type(value) in (list, dict, set)
+        ]
 
     def changed(self) -> str | None:
-        """The name of what has been assigned since, or has grown; None where nothing has."""
-        for before, now in zip(self._before, self._now(), strict=True):
-            for name in before.keys() | now.keys():
-                (a, length), (b, length_now) = before.get(name, (None, -1)), now.get(name, (None, -1))
-                if length != length_now or (a is not b and not (type(a) is int and a == b)):
+        """The name of what has been assigned since, or has grown; None where nothing has. Runs for every batch."""
+        values = self._values_now()
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            if (names := self._names_now()) != self._names:
+                return next(name for name, before in zip_longest(names, self._names) if name != before) or "deleted"
+            for name, now, before in zip(names, values, self._values, strict=True):
+                if now is not before and not (type(now) is int and now == before):
                     return name
-        return None
+            self._values = values
+        return next((name for name, value, length in self._sized if len(value) != length), None)
 
-    def _now(self) -> list[dict[str, tuple[Any, int]]]:
-        found = []
-        for place, names, is_users in self._places:
-            values = {name: place.get(name) for name in (list(place) if names is None else names)}
-            sized = (list, dict, set) if is_users else ()
-            found.append(
-                {name: (value, len(value) if isinstance(value, sized) else 0) for name, value in values.items()}
-            )
-        return found
+    def _values_now(self) -> list[Any]:
+        places = (place.values() if names is None else map(place.get, names) for place, names, _ in self._places)
+        return list(chain.from_iterable(places))
+
+    def _names_now(self) -> list[str]:
+        return [name for place, names, _ in self._places for name in (place if names is None else names)]
 
 
 _PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set)
