@@ -43,6 +43,7 @@ from fulltilt.diagnosis.loader_bottleneck import Bottleneck, Supply, queue_for_c
 from fulltilt.diagnosis.preflight import PLACES
 from fulltilt.diagnosis.rules.worker_count import (
     WorkerPlan,
+    divided_among,
     gain_without_wait,
     plan_workers,
     unplanned_gain,
@@ -79,8 +80,7 @@ def _set_workers(evidence: Evidence, loader: LoaderRecord, workers: int) -> str:
 
 def _gain_beside_training(share: float, usable_cpus: float) -> Gain:
     """One worker hides the shorter of making batches and training on them; several divide the making among them."""
-    workers = max(int(usable_cpus) - 1, 1)
-    one, several = 1 / max(share, 1 - share), 1 / max(share / workers, 1 - share)
+    one, several = divided_among(share, 1), divided_among(share, int(usable_cpus) - 1)
     return gain(1 + (one - 1) * THRESHOLDS.recovered_low, several)
 
 

@@ -134,14 +134,18 @@ def full_cpu_rate(evidence: Evidence, supply: Supply, rate: float, threads: floa
     )
 
 
+def divided_among(share: float, workers: int) -> float:
+    """The gain where this share of the time is divided among workers, and goes on beside the rest."""
+    return 1 / max(share / max(workers, 1), 1 - share)
+
+
 def unplanned_gain(evidence: Evidence, workers: int) -> Gain:
     """What the first workers of one of several loaders win: they divide its fetching, beside all else."""
     loader, supply = evidence.loader, evidence.supply
     low, high = gain_without_wait(evidence)
     if loader is None or supply is None or supply.workers:
         return low, high
-    share = evidence.share(loader.wait_s)
-    most = 1 / max(share / max(workers, 1), 1 - share)
+    most = divided_among(evidence.share(loader.wait_s), workers)
     room = _cpu_room(evidence, supply)
     return gain(low, min(high, most, room if room is not None else most))
 
