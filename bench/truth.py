@@ -58,6 +58,7 @@ class Watch:
         self.profiler: Any = None
         self.traced_steps = 0
         self._origin: tuple[int, torch.cuda.Event]  # one moment, on the host's clock and on the GPU's
+        self._end: tuple[int, torch.cuda.Event]  # another
         self._step_ended: tuple[int, torch.cuda.Event]
 
     def drawn(self) -> None:
@@ -77,9 +78,11 @@ class Watch:
     def idle_s(self) -> dict[str, float]:
         """How long the GPU was idle in each phase, per step."""
         origin_ns, origin = self._origin
+        ended_ns, end = self._end
+        drift = (ended_ns - origin_ns) / (origin.elapsed_time(end) * 1e6)  # 50 ppm of 10 s are half a millisecond
         idle: dict[str, float] = {}
         for name, began, ended, queued in self.phases:
-            emptied_ns = origin_ns + origin.elapsed_time(queued) * 1e6
+            emptied_ns = origin_ns + origin.elapsed_time(queued) * 1e6 * drift
             idle[name] = idle.get(name, 0.0) + max(ended - max(began, emptied_ns), 0.0)
         return {name: ns * 1e-9 / self.steps for name, ns in idle.items()}
 
@@ -88,10 +91,7 @@ class Watch:
         self.all_steps += 1
         self.all_samples += samples
         if self.all_steps == WARM_UP_STEPS:
-            torch.cuda.synchronize()
-            _, origin = mark()
-            torch.cuda.synchronize()
-            self._origin = time.time_ns(), origin
+            self._origin = reached()
             self.began = time.perf_counter()
         elif self.profiler is not None:
             self.traced_steps += 1
@@ -103,7 +103,7 @@ class Watch:
             self.steps += 1
             self.samples += samples
             if time.perf_counter() - self.began > self.seconds:
-                torch.cuda.synchronize()
+                self._end = reached()
                 self.step_s = (time.perf_counter() - self.began) / self.steps
                 if not self.trace:
                     raise Done
@@ -140,6 +140,14 @@ def mark() -> tuple[int, torch.cuda.Event]:
     """Now, and an event after all that has been queued."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
+    return time.time_ns(), event
+
+
+def reached() -> tuple[int, torch.cuda.Event]:
+    """A moment on both clocks: the GPU has nothing else to do."""
+    torch.cuda.synchronize()
+    _, event = mark()
+    torch.cuda.synchronize()
     return time.time_ns(), event
 
 

@@ -152,12 +152,14 @@ def test_a_real_out_of_memory_is_survived(tmp_path: Path) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((resting + 0.66 * (peak - resting)) / total)
+    room = torch.cuda.memory_allocated() + 0.66 * (peak - resting)
+    torch.cuda.set_per_process_memory_fraction(room / total)
     try:
         tight = run(tmp_path / "tight", Job(model=wide(), loss=quiet_loss, data=data), **settings)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert any("memory ran out" in line for line in tight.warnings)
+    told = f"{resting:,} bytes at rest, {peak:,} at most, {room:,.0f} allowed"
+    assert any("memory ran out" in line for line in tight.warnings), told
     for a, b in zip(roomy.figures, tight.figures, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-4)
 

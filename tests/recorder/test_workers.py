@@ -118,14 +118,14 @@ def test_a_look_that_fails_ends_neither_the_looks_nor_in_the_output_of_the_job(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def changed(*_: Any) -> None:
-        raise RuntimeError("dictionary changed size during iteration")
+        raise RuntimeError("a look that fails")
 
     monkeypatch.setattr("fulltilt.recorder.loaders.workers.view_of", changed)
     _, timer = timer_of(0)
     looks = CountedWaits(5)
     timer.fetch(timer.observe, looks)
     assert len(looks.waits) == 6
-    assert capfd.readouterr() == ("", "")
+    assert not any("a look that fails" in text for text in capfd.readouterr())
 
 
 TOLD = WorkerMessage(0, 1, 1, batches=2, fetch_s=1.5, fetch_cpu_s=1.0, cpu_wait_s=0.1, idle_s=0.5, process_cpu_s=1.0)
