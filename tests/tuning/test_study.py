@@ -383,7 +383,9 @@ def test_report_shows_a_study_again_and_writes_nothing(tmp_path: Path, capsys: p
     trials = [
         Trial(settings=Settings(), state="ok", purpose="start", samples_per_s=100.0, data_wait_share=0.9),
         Trial(settings=workers, state="ok", purpose="search", samples_per_s=300.0, in_force=workers),
-        Trial(settings=Settings(num_workers=4), state="oom", purpose="search", note="CUDA out of memory"),
+        Trial(
+            settings=Settings(num_workers=4), state="oom", purpose="search", note="CUDA out of memory", wall_s=24.0
+        ),
     ]
     write_json(folder / STUDY_FILE, StudyRecord(("train.py",), str(tmp_path), (), "today"))
     writer = LineWriter(folder / TRIALS_FILE)
@@ -396,7 +398,7 @@ def test_report_shows_a_study_again_and_writes_nothing(tmp_path: Path, capsys: p
     said = " ".join(capsys.readouterr().out.split())
     assert "trial 1: start: 100 samples/s, waits 90 %, took – trial 2: 3 workers: 300 samples/s, took – (best)" in said
     assert "trial 3: 4 workers: out of memory (CUDA out of memory)" in said
-    assert "Not verified: 3 workers looked faster, but the budget (--budget) ended before it was certain." in said
+    assert "Not verified: 3 workers looked faster, but the budget (--budget; 2m should do) ended" in said
     assert "keep your settings" in said
     assert sorted(folder.iterdir()) == before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +17,7 @@ from fulltilt.records import Settings, Trial
 from fulltilt.report import run_view
 from fulltilt.tuning.learning_rate import ScaledRate, scale
 from fulltilt.tuning.space import DEFAULT_PREFETCH, WAITS, best_of, is_loader_only, is_valid, knee_of, rate, start_of
-from fulltilt.tuning.verification import Comparison, candidate_of, verified
+from fulltilt.tuning.verification import LEAST_PAIRS, Comparison, candidate_of, verified
 
 FULL_VRAM = 0.9
 UNVERIFIED = "Only verified settings are recommended and written: keep your settings."
@@ -187,7 +188,8 @@ def verdict(trials: Sequence[Trial], streams: bool = False, stopped: bool = Fals
     start, comparison = start_of(trials), verified(trials)
     waits = (start.data_wait_share or 0.0) if start is not None else 0.0
     searched = [trial for trial in trials if trial.purpose == "search"]
-    sentences = [_of_verification(comparison, candidate_of(trials), stopped)]
+    why = "the study was stopped" if stopped else f"the budget ({_enough(trials, comparison)}) ended"
+    sentences = [_of_verification(comparison, candidate_of(trials), why, stopped)]
     if start is not None and not searched:
         why = "the study was stopped" if stopped else "the budget was used up; give it more with --budget"
         if waits < WAITS:
@@ -209,8 +211,16 @@ def verdict(trials: Sequence[Trial], streams: bool = False, stopped: bool = Fals
     return " ".join(sentences)
 
 
-def _of_verification(comparison: Comparison | None, candidate: Settings | None, stopped: bool) -> str:
-    why = "the study was stopped" if stopped else "the budget (--budget) ended"
+def _enough(trials: Sequence[Trial], comparison: Comparison | None) -> str:
+    """The budget of a study that verifies its candidate, or goes on for one more pair: as a flag."""
+    lasted_s = [trial.wall_s for trial in trials if trial.wall_s is not None]
+    if not lasted_s:
+        return "--budget"
+    more = 2 * (LEAST_PAIRS if comparison is None else 1)
+    return f"--budget; {math.ceil((sum(lasted_s) + more * fmean(lasted_s)) / 60)}m should do"
+
+
+def _of_verification(comparison: Comparison | None, candidate: Settings | None, why: str, stopped: bool) -> str:
     if candidate is None:
         return f"Nothing faster was found{f': {why}' if stopped else ''}: keep your settings."
     if comparison is None:
