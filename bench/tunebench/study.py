@@ -13,7 +13,7 @@ import torch
 from fulltilt import store
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.space import Space, is_valid, start_of
+from fulltilt.tuning.search_space import Space, is_valid, start_of
 from fulltilt.tuning.study import Study
 from fulltilt.tuning.trial.isolation import choose
 from fulltilt.tuning.trial.throughput import Patience

@@ -6,7 +6,7 @@ import pytest
 
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import Evidence, gather
-from fulltilt.diagnosis.findings import rarer, share_left
+from fulltilt.diagnosis.predicted_gain import rarer, share_left
 from fulltilt.diagnosis.rules.training_loop import (
     checkpoint_stall,
     gc_pauses,

@@ -5,7 +5,8 @@ import pytest
 
 from fulltilt.diagnosis import answer, diagnose
 from fulltilt.diagnosis.evidence import gather
-from fulltilt.diagnosis.findings import expected, ordered
+from fulltilt.diagnosis.findings import ordered
+from fulltilt.diagnosis.predicted_gain import expected
 from fulltilt.diagnosis.rules import RULES
 from fulltilt.diagnosis.verdict import WORDS
 from fulltilt.records import (

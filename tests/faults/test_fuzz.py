@@ -46,7 +46,7 @@ from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.train import Job, TrainSettings, checkpoint, train
 from fulltilt.train.progress import TrainingScreen
-from fulltilt.tuning.space import Space
+from fulltilt.tuning.search_space import Space
 from fulltilt.tuning.study import KIND, STUDY_FILE, TRIALS_FILE, Study, StudyRecord, next_step
 from fulltilt.tuning.trial.isolation import Isolation
 from tests.diagnosis.examples import loader

@@ -18,7 +18,7 @@ from fulltilt.records import HostReading, Run, Sample, Settings
 from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.testing import FakeClock, FakeNvml, shared_gpu, throttled_gpu, two_t4s
-from fulltilt.tuning.space import Attempt
+from fulltilt.tuning.search_space import Attempt
 from fulltilt.tuning.trial.outcome import trial_record
 from fulltilt.tuning.trial.run_trial import Ended
 from fulltilt.tuning.trial.throughput import Answer, StepBlock

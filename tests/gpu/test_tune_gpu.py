@@ -8,7 +8,7 @@ import pytest
 
 from fulltilt.recorder.job_command import job_command
 from fulltilt.records import Settings
-from fulltilt.tuning.space import Attempt, Space, is_valid, vram_line
+from fulltilt.tuning.search_space import Attempt, Space, is_valid, vram_line
 from fulltilt.tuning.study import Study
 from fulltilt.tuning.trial.isolation import choose
 from fulltilt.tuning.trial.throughput import Patience

@@ -11,7 +11,7 @@ from random import Random
 from fulltilt.records import Settings, Trial
 from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, decide, most_workers, pays, pays_clearly
 from fulltilt.tuning.live.measurement import Knobs, Seen
-from fulltilt.tuning.space import Attempt, Space
+from fulltilt.tuning.search_space import Attempt, Space
 from fulltilt.tuning.study import next_step
 
 # Measured on an H200 with 16 CPUs: samples/s over workers (the design's "figures to beat").

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fulltilt.figures import one_line
-from fulltilt.tuning.space import Space
+from fulltilt.tuning.search_space import Space
 from fulltilt.tuning.study import Study
 from fulltilt.tuning.trial import isolation
 from fulltilt.tuning.trial.isolation import FORCED, Isolation, choose, descendants, kill_descendants, remove_scratch

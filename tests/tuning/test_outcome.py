@@ -9,7 +9,7 @@ import pytest
 from fulltilt.probes.gpu import Gpus
 from fulltilt.records import Run, Sample, Settings, Trial
 from fulltilt.testing import FakeClock, throttled_gpu
-from fulltilt.tuning.space import Attempt
+from fulltilt.tuning.search_space import Attempt
 from fulltilt.tuning.trial.outcome import last_exception, trial_record
 from fulltilt.tuning.trial.run_trial import Ended
 from fulltilt.tuning.trial.throughput import Answer, StepBlock

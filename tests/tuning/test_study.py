@@ -32,9 +32,9 @@ from fulltilt.records import HotLine, Settings, Trial
 from fulltilt.report.console import open_console
 from fulltilt.store import LineWriter, OwnedFolder, owned_folder, read_lines, write_json
 from fulltilt.tuning import study as study_module
-from fulltilt.tuning.search import next_attempt
+from fulltilt.tuning.next_trial import next_attempt
+from fulltilt.tuning.search_space import Attempt, Space
 from fulltilt.tuning.source_edit import fingerprint
-from fulltilt.tuning.space import Attempt, Space
 from fulltilt.tuning.study import KIND, STUDY_FILE, TRIALS_FILE, Study, StudyRecord, learned
 from fulltilt.tuning.trial.isolation import Isolation, choose
 from fulltilt.tuning.trial.throughput import Patience
@@ -383,9 +383,7 @@ def test_report_shows_a_study_again_and_writes_nothing(tmp_path: Path, capsys: p
     trials = [
         Trial(settings=Settings(), state="ok", purpose="start", samples_per_s=100.0, data_wait_share=0.9),
         Trial(settings=workers, state="ok", purpose="search", samples_per_s=300.0, in_force=workers),
-        Trial(
-            settings=Settings(num_workers=4), state="oom", purpose="search", note="CUDA out of memory", wall_s=24.0
-        ),
+        Trial(settings=Settings(num_workers=4), state="oom", purpose="search", note="CUDA out of memory", wall_s=24.0),
     ]
     write_json(folder / STUDY_FILE, StudyRecord(("train.py",), str(tmp_path), (), "today"))
     writer = LineWriter(folder / TRIALS_FILE)

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.space import fit_line, most_within, vram_line
+from fulltilt.tuning.search_space import fit_line, most_within, vram_line
 from fulltilt.tuning.trial.throughput import Patience, StepBlock, is_enough, rate_of, worse_by
 
 # --------------------------------------------------------------------------- rates

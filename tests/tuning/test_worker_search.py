@@ -9,8 +9,8 @@ import pytest
 
 from fulltilt.records import Settings
 from fulltilt.tuning.live.controller import Capacity
-from fulltilt.tuning.search import Bracket
-from fulltilt.tuning.space import Space, is_unsplit_stream
+from fulltilt.tuning.next_trial import Bracket
+from fulltilt.tuning.search_space import Space, is_unsplit_stream
 from fulltilt.tuning.verification import winner
 from tests.diagnosis.examples import loader
 from tests.tuning.simulated import CLIP, COD, Job, live_tuning, study

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fulltilt import store
 from fulltilt.cli.report import RUNS_FOLDER
-from fulltilt.diagnosis.forecast import forecast
+from fulltilt.diagnosis.metric_forecast import forecast
 from fulltilt.errors import UsageError
 from fulltilt.figures import NOT_MEASURED, number, percent, seconds, size
 from fulltilt.records import SCHEMA_VERSION
@@ -32,7 +32,7 @@ from fulltilt.tuning.plan import (
     read_history,
     with_target,
 )
-from fulltilt.tuning.space import USABLE_VRAM
+from fulltilt.tuning.search_space import USABLE_VRAM
 
 EXAMPLES = (
     "fulltilt plan                           # from the newest run",

@@ -20,8 +20,8 @@ from fulltilt.report import page, terminal
 from fulltilt.report.answer import to_plain
 from fulltilt.report.console import open_console
 from fulltilt.report.run_view import Reported
+from fulltilt.tuning.search_space import best_of
 from fulltilt.tuning.solutions import trial_line
-from fulltilt.tuning.space import best_of
 from fulltilt.tuning.study import STUDY_FILE, TRIALS_FILE, StudyRecord
 
 RUNS_FOLDER = Path("fulltilt-runs")

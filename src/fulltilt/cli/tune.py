@@ -30,6 +30,16 @@ from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console
 from fulltilt.store import SETTINGS_FILE, OwnedFolder
 from fulltilt.tuning.learning_rate import uses_deep_supervision
+from fulltilt.tuning.search_space import (
+    LOADER_SETTINGS,
+    Attempt,
+    Space,
+    best_of,
+    is_unsplit_stream,
+    is_valid,
+    loader_settings,
+    parse_allow,
+)
 from fulltilt.tuning.solutions import (
     changing_data_set_sentence,
     in_words,
@@ -42,16 +52,6 @@ from fulltilt.tuning.solutions import (
     verdict,
 )
 from fulltilt.tuning.source_edit import ManualChange, apply_change, propose
-from fulltilt.tuning.space import (
-    LOADER_SETTINGS,
-    Attempt,
-    Space,
-    best_of,
-    is_unsplit_stream,
-    is_valid,
-    loader_settings,
-    parse_allow,
-)
 from fulltilt.tuning.study import Study, StudyRecord, least_budget_s, next_step
 from fulltilt.tuning.trial.isolation import Isolation, choose
 from fulltilt.tuning.verification import Comparison, winner

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.findings import BUCKET_WORDS, amdahl
+from fulltilt.diagnosis.findings import BUCKET_WORDS
 from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
+from fulltilt.diagnosis.predicted_gain import amdahl
 from fulltilt.diagnosis.rules.live_tuning import changes, live_words
 from fulltilt.diagnosis.stragglers import Standstill, standstill
 from fulltilt.diagnosis.thresholds import THRESHOLDS

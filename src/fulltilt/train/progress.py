@@ -19,7 +19,7 @@ from typing import Literal, TextIO, TypeVar
 import torch
 
 from fulltilt import figures as words
-from fulltilt.diagnosis.forecast import forecast
+from fulltilt.diagnosis.metric_forecast import forecast
 from fulltilt.errors import FulltiltError
 from fulltilt.figures import clean
 from fulltilt.records import GpuReading, HostReading, Sample

@@ -21,7 +21,7 @@ from fulltilt.diagnosis.evidence import training_loaders
 from fulltilt.errors import UsageError
 from fulltilt.records import GpuReading, Run
 from fulltilt.tuning.learning_rate import ScaledRate, accumulation_for, scale, uses_deep_supervision
-from fulltilt.tuning.space import DEFAULT_PREFETCH, USABLE_VRAM, fit_line
+from fulltilt.tuning.search_space import DEFAULT_PREFETCH, USABLE_VRAM, fit_line
 
 Hours = tuple[float, float]
 Points = tuple[tuple[float, float], ...]

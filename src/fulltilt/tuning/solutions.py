@@ -16,7 +16,16 @@ from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.records import Settings, Trial
 from fulltilt.report import run_view
 from fulltilt.tuning.learning_rate import ScaledRate, scale
-from fulltilt.tuning.space import DEFAULT_PREFETCH, WAITS, best_of, is_loader_only, is_valid, knee_of, rate, start_of
+from fulltilt.tuning.search_space import (
+    DEFAULT_PREFETCH,
+    WAITS,
+    best_of,
+    is_loader_only,
+    is_valid,
+    knee_of,
+    rate,
+    start_of,
+)
 from fulltilt.tuning.verification import LEAST_PAIRS, Comparison, candidate_of, verified
 
 FULL_VRAM = 0.9

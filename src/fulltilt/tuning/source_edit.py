@@ -20,7 +20,7 @@ from fulltilt.diagnosis.libraries import LIBRARIES, Library, loader_call
 from fulltilt.errors import MachineError, UsageError
 from fulltilt.records import LoaderRecord, Settings
 from fulltilt.store.owned_folder import write_named_file
-from fulltilt.tuning.space import DEFAULT_PREFETCH, LOADER_SETTINGS
+from fulltilt.tuning.search_space import DEFAULT_PREFETCH, LOADER_SETTINGS
 
 DEFAULTS: Mapping[str, object] = {
     "num_workers": 0,

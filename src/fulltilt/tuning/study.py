@@ -24,9 +24,8 @@ from fulltilt.probes.machine import describe_machine
 from fulltilt.records import SCHEMA_VERSION, LoaderRecord, Run, RunRecord, Settings, Trial
 from fulltilt.records.secrets import mask_arguments
 from fulltilt.store import OwnedFolder
-from fulltilt.tuning.search import next_attempt
-from fulltilt.tuning.source_edit import fingerprint, source_file
-from fulltilt.tuning.space import (
+from fulltilt.tuning.next_trial import next_attempt
+from fulltilt.tuning.search_space import (
     Attempt,
     Space,
     best_of,
@@ -37,6 +36,7 @@ from fulltilt.tuning.space import (
     rate,
     start_of,
 )
+from fulltilt.tuning.source_edit import fingerprint, source_file
 from fulltilt.tuning.trial.isolation import Isolation, remove_scratch
 from fulltilt.tuning.trial.outcome import trial_record
 from fulltilt.tuning.trial.run_trial import SCRATCH, recipe_flags, run_trial

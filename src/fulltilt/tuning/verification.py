@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean, variance
 
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.space import WORTH, Attempt, is_valid, knee_of, rate, start_of
+from fulltilt.tuning.search_space import WORTH, Attempt, is_valid, knee_of, rate, start_of
 from fulltilt.tuning.trial.throughput import Z_95
 
 LEAST_PAIRS = 2

@@ -10,18 +10,14 @@ from fulltilt.diagnosis.evidence import Evidence, training_loaders, wait_after_l
 from fulltilt.diagnosis.findings import (
     OTHERS_TAKE_CPUS,
     WORKERS_SHARE_LOCK,
-    Gain,
     Judgement,
     Severity,
-    amdahl,
     at,
     busy_thread,
-    by_removing,
     call_at,
     costliest_line,
     fetching_line,
     found,
-    gain,
     line_cost,
     made_for_each_pass,
     neighbours,
@@ -40,6 +36,7 @@ from fulltilt.diagnosis.libraries import (
     steps_an_environment,
 )
 from fulltilt.diagnosis.loader_bottleneck import Bottleneck, Supply, queue_for_cpus, sampling_share
+from fulltilt.diagnosis.predicted_gain import Gain, amdahl, by_removing, gain
 from fulltilt.diagnosis.preflight import PLACES
 from fulltilt.diagnosis.rules.worker_count import (
     WorkerPlan,

@@ -7,17 +7,12 @@ from dataclasses import replace
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import (
-    Gain,
     Judgement,
-    amdahl,
     at,
     busy_thread,
-    by_removing,
-    by_speeding_up,
     call_at,
     costliest_line,
     found,
-    gain,
     line_cost,
     neighbours,
     time_spent,
@@ -31,6 +26,7 @@ from fulltilt.diagnosis.gpu_summary import (
 )
 from fulltilt.diagnosis.ledger import gpu_step_words
 from fulltilt.diagnosis.libraries import is_library_code
+from fulltilt.diagnosis.predicted_gain import Gain, amdahl, by_removing, by_speeding_up, gain
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import brief, capital, celsius, count, number, percent, seconds, size, whole
 from fulltilt.records import Abstention, GpuSummary, HotLine, TransferRecord

@@ -12,16 +12,15 @@ from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import (
     OTHERS_TAKE_CPUS,
     WORKERS_SHARE_LOCK,
-    Gain,
     Judgement,
     at,
-    by_removing,
     costliest_line,
     fetching_line,
     neighbours,
     rewritten,
     time_spent,
 )
+from fulltilt.diagnosis.predicted_gain import Gain, by_removing
 from fulltilt.diagnosis.rules.worker_count import gain_without_wait
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import capital, loader_settings, number, percent, times

@@ -7,19 +7,16 @@ from fulltilt.diagnosis.findings import (
     OTHERS_TAKE_CPUS,
     Judgement,
     Severity,
-    amdahl,
     at,
     busy_thread,
-    by_removing,
-    by_speeding_up,
     fetching_line,
     found,
-    gain,
     rewritten,
     time_spent,
 )
 from fulltilt.diagnosis.gpu_summary import vram_used_share
 from fulltilt.diagnosis.loader_bottleneck import Bottleneck, is_oversubscribed
+from fulltilt.diagnosis.predicted_gain import amdahl, by_removing, by_speeding_up, gain
 from fulltilt.diagnosis.rules.worker_count import allowed_workers
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import capital, count, cpus, number, percent, seconds, size

@@ -5,16 +5,8 @@ from __future__ import annotations
 from statistics import fmean
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.findings import (
-    BUCKET_WORDS,
-    Judgement,
-    at,
-    by_removing,
-    found,
-    line_cost,
-    share_left,
-    time_spent,
-)
+from fulltilt.diagnosis.findings import BUCKET_WORDS, Judgement, at, found, line_cost, time_spent
+from fulltilt.diagnosis.predicted_gain import by_removing, share_left
 from fulltilt.diagnosis.stragglers import LEAST_EVENTS
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import count, percent, seconds

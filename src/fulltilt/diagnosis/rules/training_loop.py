@@ -11,19 +11,14 @@ from fulltilt.diagnosis.findings import (
     BUCKET_WORDS,
     OTHERS_TAKE_CPUS,
     Judgement,
-    amdahl,
     at,
-    by_removing,
     call_at,
     costliest_line,
     costliest_lines,
     found,
-    gain,
     line_cost,
     neighbours,
-    rarer,
     rewritten,
-    share_left,
     time_spent,
 )
 from fulltilt.diagnosis.libraries import (
@@ -33,6 +28,7 @@ from fulltilt.diagnosis.libraries import (
     library_of,
     steps_an_environment,
 )
+from fulltilt.diagnosis.predicted_gain import amdahl, by_removing, gain, rarer, share_left
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import count, percent, seconds, whole
 from fulltilt.records import Abstention, HotLine, LoaderRecord

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from fulltilt.diagnosis.evidence import Evidence, training_loaders
-from fulltilt.diagnosis.findings import Gain, amdahl, by_removing, by_speeding_up, gain
 from fulltilt.diagnosis.loader_bottleneck import Supply
+from fulltilt.diagnosis.predicted_gain import Gain, amdahl, by_removing, by_speeding_up, gain
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.records import Abstention, FindingCode
 

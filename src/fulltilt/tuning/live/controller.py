@@ -14,7 +14,7 @@ from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.recorder.session import Session
 from fulltilt.tuning.live.limits import DEFAULT, LiveLimits
 from fulltilt.tuning.live.measurement import Knobs, Seen
-from fulltilt.tuning.search import Bracket
+from fulltilt.tuning.next_trial import Bracket
 
 
 @dataclass(frozen=True, slots=True)

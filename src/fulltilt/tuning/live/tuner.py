@@ -48,7 +48,7 @@ from fulltilt.tuning.live.measurement import (
 from fulltilt.tuning.live.process import TunedProcess
 from fulltilt.tuning.live.rank_reports import Report
 from fulltilt.tuning.live.switching_iterator import SwitchingIterator
-from fulltilt.tuning.space import LOADER_SETTINGS
+from fulltilt.tuning.search_space import LOADER_SETTINGS
 
 # Far apart, since torch gives the workers of a pool consecutive seeds.
 SEED_STEP = 0x9E3779B97F4A7C15

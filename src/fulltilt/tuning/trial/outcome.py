@@ -10,7 +10,7 @@ from fulltilt.diagnosis.evidence import Evidence, gather
 from fulltilt.diagnosis.libraries import beside_training, loader_call
 from fulltilt.figures import SIGNALS
 from fulltilt.records import LoaderRecord, Run, Settings, Trial
-from fulltilt.tuning.space import LOADER_SETTINGS, Attempt, is_loader_only
+from fulltilt.tuning.search_space import LOADER_SETTINGS, Attempt, is_loader_only
 from fulltilt.tuning.trial.run_trial import Ended
 from fulltilt.tuning.trial.throughput import Answer, rate_of, wait_share_of, worse_by
 

@@ -1,6 +1,6 @@
 """Predicted gains."""
 
-from fulltilt.diagnosis.findings import amdahl, by_removing, by_speeding_up, gain
+from fulltilt.diagnosis.predicted_gain import amdahl, by_removing, by_speeding_up, gain
 
 
 def test_amdahl_and_its_ranges() -> None:

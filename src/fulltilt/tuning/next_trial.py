@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from fulltilt.records import Settings, Trial
 from fulltilt.tuning.learning_rate import accumulation_for
-from fulltilt.tuning.space import (
+from fulltilt.tuning.search_space import (
     DEFAULT_PREFETCH,
     KNEE,
     USABLE_VRAM,

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
-from fulltilt.tuning.search import next_attempt
-from fulltilt.tuning.solutions import in_words, rate_words, risk_of, verdict
-from fulltilt.tuning.space import (
+from fulltilt.tuning.next_trial import next_attempt
+from fulltilt.tuning.search_space import (
     ALLOWABLE,
     Space,
     best_of,
@@ -24,6 +23,7 @@ from fulltilt.tuning.space import (
     parse_allow,
     start_of,
 )
+from fulltilt.tuning.solutions import in_words, rate_words, risk_of, verdict
 from fulltilt.tuning.study import next_step, time_limit_s
 from fulltilt.tuning.verification import Comparison, candidate_of, compare, winner
 from tests.tuning.simulated import COD, GIB, Job, study

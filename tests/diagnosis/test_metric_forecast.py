@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulltilt.diagnosis.forecast import forecast
+from fulltilt.diagnosis.metric_forecast import forecast
 
 
 def approach(limit: float, share: float, epochs: int, noise: float = 0.0) -> list[tuple[float, float]]:
