@@ -679,7 +679,7 @@ def test_respawned_workers_should_persist() -> None:
     assert finding.share == pytest.approx(40 / 100)
     assert finding.evidence[1] == "41 passes, 1 s for each new one"
     assert finding.fix == (
-        "Keep the workers alive at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True)"
+        "Keep the workers alive at train.py:31: DataLoader(..., persistent_workers=True)"
         " (later epochs are shuffled differently)."
     )
     assert finding.predicted_speedup == (1.25, 1.67)
@@ -731,7 +731,7 @@ def test_a_loader_made_for_each_pass_should_be_made_once(persistent: bool) -> No
     finding = found(epoch_restart(gather(run_of(rank(loaders=(passing,)), epoch_turnover=40.0, compute=60.0))))
     assert finding.evidence[2] == "its 2 workers are started anew for each pass (the DataLoader is made 41 times)"
     assert finding.fix == (
-        "Keep the workers alive at train.py:31: DataLoader(..., num_workers=2, persistent_workers=True), "
+        "Keep the workers alive at train.py:31: DataLoader(..., persistent_workers=True), "
         "made once before the loop over epochs (later epochs are shuffled differently)."
     )
 

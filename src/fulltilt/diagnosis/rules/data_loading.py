@@ -529,7 +529,7 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         why = f"the DataLoader is made {loader.constructed} times" if made_anew else "persistent_workers=False"
         workers = "its worker is" if loader.num_workers == 1 else f"its {loader.num_workers} workers are"
         facts.append(f"{workers} started anew for each pass ({why})")
-        call = rewritten(evidence, loader, num_workers=loader.num_workers, persistent_workers=True)
+        call = rewritten(evidence, loader, persistent_workers=True)
         fix = f"Keep the workers alive{at(loader.where)}: {call}."
         if loader.start_method == "spawn":
             fix += " They are spawned, so each start imports the script and its modules again."
