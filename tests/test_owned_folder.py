@@ -139,14 +139,21 @@ def test_growing_file_is_known_until_it_is_replaced(tmp_path: Path) -> None:
     assert not OwnedFolder(folder.path).owns("steps.jsonl")
 
 
-def test_copied_folder_knows_its_files_by_name(tmp_path: Path) -> None:
+def test_copied_folder_knows_its_files_by_name_and_size(tmp_path: Path) -> None:
     import shutil
 
     folder = claim(tmp_path / "run")
     folder.write("report.html", b"ours")
+    folder.write("notes.txt", b"ours")
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    OwnedFolder(tmp_path / "copy").write("report.html", b"again")
-    assert (tmp_path / "copy" / "report.html").read_bytes() == b"again"
+    (tmp_path / "copy" / "notes.txt").write_bytes(b"edited by its user")
+    copy = OwnedFolder(tmp_path / "copy")
+    copy.write("report.html", b"written again")
+    copy.write("report.html", b"and again")
+    assert (tmp_path / "copy" / "report.html").read_bytes() == b"and again"
+    with pytest.raises(ForeignFiles):
+        copy.write("notes.txt", b"again")
+    assert (tmp_path / "copy" / "notes.txt").read_bytes() == b"edited by its user"
 
 
 def test_lock_is_held_by_one(tmp_path: Path) -> None:

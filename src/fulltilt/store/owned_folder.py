@@ -298,8 +298,10 @@ class OwnedFolder:
 
     def _matches(self, name: str, found: Identity) -> bool:
         recorded = self._entries.get(name)
-        # In a copy of the folder all inodes are new: there only names are compared.
-        return recorded is not None and (self._copied or recorded == found[: len(recorded)])
+        if recorded is None:
+            return False
+        known = slice(1, 2) if self._copied else slice(None)  # in a copy inodes and times are new, sizes are not
+        return recorded[known] == found[: len(recorded)][known]
 
     def _note(self, entries: Mapping[str, Identity | None]) -> None:
         lines = [json.dumps({"path": name, "is": identity}) + "\n" for name, identity in entries.items()]

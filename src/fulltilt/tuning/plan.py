@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,8 +17,9 @@ from typing import Any, Literal
 
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import training_loaders
-from fulltilt.errors import UsageError
+from fulltilt.errors import RunFolderError, UsageError
 from fulltilt.records import GpuReading, Run
+from fulltilt.store import read_json
 from fulltilt.tuning.learning_rate import ScaledRate, accumulation_for, scale, uses_deep_supervision
 from fulltilt.tuning.search_space import DEFAULT_PREFETCH, USABLE_VRAM, fit_line
 
@@ -407,8 +407,8 @@ def _hugging_face_rows(folder: Path) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     for path in states:
         try:
-            written = json.loads(path.read_text(encoding="utf-8"))["log_history"]
-        except (OSError, ValueError, KeyError, TypeError):
+            written = read_json(path, follow=True)["log_history"]
+        except (RunFolderError, KeyError, TypeError):
             continue
         if isinstance(written, list) and len(written) > len(rows):
             rows = [_numbers(entry.items()) for entry in written if isinstance(entry, dict)]

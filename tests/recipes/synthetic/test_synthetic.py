@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import time
 import types
@@ -141,3 +142,18 @@ def test_what_is_not_begun_is_left_when_somebody_stops_it(tmp_path: Path) -> Non
     next(begun)
     begun.close()
     assert len([*tmp_path.iterdir()]) < 2500
+
+
+def test_a_description_that_is_none_neither_hangs_nor_is_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    description = tmp_path / "texts" / synthetic.DESCRIPTION
+    assert run("text", str(description.parent), "--size", "3") == 0
+    description.unlink()
+    os.mkfifo(description)
+    assert run("text", str(description.parent), "--size", "3") == 2
+    description.unlink()
+    description.write_text("[]")
+    assert run("text", str(description.parent), "--size", "3") == 2
+    assert capsys.readouterr().err.count("was not written by Fulltilt and is left as it is") == 2
+    assert description.read_text() == "[]"

@@ -18,11 +18,11 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fulltilt.errors import MachineError, UsageError
+from fulltilt.errors import MachineError, RunFolderError, UsageError
 from fulltilt.feed.progress import progress
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.recipes.out_folder import remove_private
-from fulltilt.store.owned_folder import OwnedFolder
+from fulltilt.store import OwnedFolder, read_json
 from fulltilt.train.config import did_you_mean
 
 # Kind → the name of a sample.
@@ -65,11 +65,13 @@ def make_folder(kind: str, folder: Path, size: int, seed: int) -> bool:
 def _holds(folder: Path, wanted: dict[str, Any]) -> bool:
     """Whether the folder holds this data. Raises UsageError for other synthetic data."""
     try:
-        found = json.loads((folder / DESCRIPTION).read_text())
-    except (OSError, ValueError):
+        found = read_json(folder / DESCRIPTION, follow=True)
+    except RunFolderError:
         return False
     if found == wanted:
         return True
+    if not isinstance(found, dict):
+        return False
     holds = ", ".join(f"{key} {value}" for key, value in found.items())
     raise UsageError(f"{folder} holds other synthetic data ({holds})", "Give another folder, or remove that one.")
 
