@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fulltilt import store
@@ -173,6 +175,19 @@ def test_a_signal_to_the_whole_group_reaches_the_job_once(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux ends the job with its parent")
+def test_the_job_ends_with_whoever_records_it(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen([*OBSERVED, "job.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    job = int(process.stdout.readline())
+    process.kill()
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert process.stdout.read() == ""  # the job's own end of the pipe is closed
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(job).status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_killed_job_leaves_a_diagnosed_run(tmp_path: Path) -> None:
     script = TRAINS.format(epochs=10**6, after="print('epoch', flush=True)")
     (tmp_path / "job.py").write_text(script)

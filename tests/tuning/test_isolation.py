@@ -137,7 +137,7 @@ def test_a_namespace_keeps_every_write_of_a_trial(kept_apart: Isolation, as_user
 @as_root
 @pytest.mark.parametrize(("kept_apart", "as_user"), [(ROOT, False), (USER, True)])
 def test_data_in_shared_memory_are_seen_and_stay(kept_apart: Isolation, as_user: bool) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+    with tempfile.TemporaryDirectory(prefix="fulltilt-", dir="/dev/shm") as place:
         Path(place).chmod(0o755)
         job = _files_in(Path(place))
         if as_user:
@@ -267,6 +267,16 @@ def test_without_any_means_trials_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(isolation, "_probe", lambda candidate: f"no {candidate.kind}")
     assert choose() == (None, ["no namespace", "no landlock"])
     assert choose(in_place=True)[0] == Isolation("none")
+
+
+def test_landlock_does_not_do_where_it_cannot_protect_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch_1_2_3").touch()
+    assert isolation._files_in_shared_memory(str(tmp_path)) is None
+    (tmp_path / "cache.npy").touch()
+    assert "cache.npy" in (isolation._files_in_shared_memory(str(tmp_path)) or "")
+    monkeypatch.setattr(isolation, "_libc_call", lambda what, *_: 2)  # the version, of Linux 5.19
+    with pytest.raises(OSError, match="lets files be truncated"):
+        isolation._apply_landlock([str(tmp_path)])
 
 
 # --------------------------------------------------------------------------- the whole verb

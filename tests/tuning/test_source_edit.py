@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,6 +144,28 @@ def test_a_link_stays_a_link_and_a_read_only_file_stays_as_it_is(
     apply_change(change, None)
     assert (tmp_path / "train.py").is_symlink()
     assert "num_workers=8" in (tmp_path / "real.py").read_text()
+
+
+def test_the_owner_stays_and_a_file_with_two_names_is_refused(tmp_path: Path) -> None:
+    change = change_of(tmp_path)
+    assert isinstance(change, SourceChange)
+    script, other = tmp_path / "train.py", tmp_path / "other.py"
+    other.hardlink_to(script)
+    with pytest.raises(MachineError, match="other names"):
+        apply_change(change, None)
+    assert script.read_bytes() == change.old
+    other.unlink()
+    script.chmod(0o640)
+    if os.geteuid() == 0:
+        os.chown(script, 1000, 1000)
+    with contextlib.suppress(OSError):  # a file system without attributes
+        os.setxattr(script, "user.note", b"mine")
+    before, noted = script.stat(), os.listxattr(script)
+    apply_change(change, None)
+    after = script.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert os.listxattr(script) == noted
+    assert script.read_bytes() == change.new
 
 
 def test_a_file_that_changed_since_is_left_alone(tmp_path: Path) -> None:

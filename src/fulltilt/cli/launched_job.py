@@ -18,6 +18,7 @@ from collections.abc import Callable
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 FROM_KERNEL = 128  # si_code where the terminal signalled the whole foreground group: the job has it already
 WAIT_S = 0.25
+PR_SET_PDEATHSIG = 1
 
 # A sender that signals a group reaches all of its processes within this time.
 SPREAD_S = 0.1
@@ -40,13 +41,22 @@ class LaunchedJob:
         self._posix = os.name == "posix" and hasattr(signal, "sigtimedwait")
         # Blocked before the child exists, so that none is lost: each one waits until it is forwarded.
         if self._posix:
+            import ctypes
+
+            libc = ctypes.CDLL(None)
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
+
+            def begin() -> None:
+                """In the child: the signals that we began with; whoever kills us kills the job, as in a plain run."""
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                if sys.platform.startswith("linux"):
+                    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
             self._process = subprocess.Popen(
                 command,
                 env=environment,
                 close_fds=False,  # a shell's <(...) is a descriptor; our own are closed on exec anyway
-                # Safe: no thread has been started yet. The job begins with the signals that we began with.
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before) and None,  # noqa: PLW1509
+                preexec_fn=begin,  # noqa: PLW1509 - safe: no thread has been started yet
             )
             self._sentinel = self._start_sentinel()
         else:

@@ -355,7 +355,9 @@ class OwnedFolder:
                 continue
 
 
-def write_named_file(path: Path, data: bytes, mode: int = 0o666, signature: bytes | None = None) -> None:
+def write_named_file(
+    path: Path, data: bytes, mode: int = 0o666, signature: bytes | None = None, keep_owner: bool = False
+) -> None:
     """Write a single file that the user named, outside of any folder of ours.
 
     An existing file is replaced only if its first 4 KiB hold the ``signature``; raises ForeignFiles otherwise.
@@ -367,7 +369,20 @@ def write_named_file(path: Path, data: bytes, mode: int = 0o666, signature: byte
         if not ours:
             raise ForeignFiles(f"{path} exists and was not written by Fulltilt", "Choose another name.")
     with _written_beside(path, data, mode) as temporary:
+        if keep_owner:
+            _copy_owner(path, temporary)
         temporary.replace(path)
+
+
+def _copy_owner(source: Path, target: Path) -> None:
+    """Give the target the owner, mode and extended attributes of the source, as far as this user may."""
+    status = source.stat()
+    with contextlib.suppress(OSError):
+        os.chown(target, status.st_uid, status.st_gid)
+    target.chmod(status.st_mode)
+    with contextlib.suppress(OSError, AttributeError):  # not everywhere
+        for name in os.listxattr(source):
+            os.setxattr(target, name, os.getxattr(source, name))
 
 
 @contextlib.contextmanager

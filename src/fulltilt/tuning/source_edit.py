@@ -152,10 +152,11 @@ def apply_change(change: SourceChange, studied_sha256: str | None) -> None:
     path = change.path.resolve()  # a link stays one
     if not os.access(path, os.W_OK):
         raise MachineError(f"cannot write {path}: it is read-only", "Make it writable, or apply the diff yourself.")
+    before = path.stat()
+    if before.st_nlink > 1:
+        raise MachineError(f"{path} has other names (hard links), which would keep the old text", "Apply the diff.")
     try:
-        mode = path.stat().st_mode
-        write_named_file(path, change.new, signature=change.old[:4096])
-        path.chmod(mode)
+        write_named_file(path, change.new, signature=change.old[:4096], keep_owner=True)
     except OSError as error:
         raise MachineError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -3,7 +3,7 @@
 | kind      | what the trial sees                                                    | needs                       |
 |-----------|------------------------------------------------------------------------|-----------------------------|
 | namespace | all files; its writes and deletions go to a scratch folder (overlayfs) | mount (and user) namespaces |
-| landlock  | all files, but it may write into its scratch folder only               | Linux 5.13                  |
+| landlock  | all files, but it may write into its scratch folder only               | Linux 6.2                   |
 | none      | the files themselves                                                   | --in-place                  |
 
 This file is also the program that starts each trial: it isolates itself, then runs the command. So it imports nothing
@@ -46,9 +46,12 @@ CANNOT_ISOLATE = 117
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 1, 2, 4, 4096, 8192, 16384, 1 << 18
 SYS_MOUNT_SETATTR, SYS_LANDLOCK = 442, 444
+TRUNCATING = 3  # the first version of Landlock that knows of it
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 # Not covered by an overlay: pseudo file systems, and system folders, which a trial may only read.
 DEVICES = ("/proc", "/sys", "/dev")
+# How the names of shared memory begin: torch's, multiprocessing's, NCCL's, OpenMP's, semaphores, ours.
+SHARED_MEMORY = ("torch_", "psm_", "sem.", "nccl-", "__KMP_", "cuda.shm.", "fulltilt-")
 SYSTEM = (*DEVICES, "/run", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/boot", "/snap")
 
 
@@ -127,10 +130,20 @@ def choose(in_place: bool = False) -> tuple[Isolation | None, list[str]]:
     reasons: dict[str, None] = {}
     for isolation in (*namespaces, Isolation("landlock")):
         if forced in (None, isolation.kind):
-            if (why_not := _probe(isolation)) is None:
+            why_not = _files_in_shared_memory() if isolation.kind == "landlock" else None
+            if (why_not := why_not or _probe(isolation)) is None:
                 return isolation, []
             reasons[why_not] = None
     return None, list(reasons)
+
+
+def _files_in_shared_memory(folder: str = "/dev/shm") -> str | None:
+    """Why Landlock does not do: loader workers need to write where files of the user's lie."""
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(folder)):
+            if not name.startswith(SHARED_MEMORY):
+                return f"Landlock cannot protect what lies in {folder} ({name})"
+    return None
 
 
 # Run isolated as a probe: it must work (overlayfs) or be refused (Landlock), and leave no trace outside.
@@ -389,13 +402,10 @@ def _apply_landlock(writable: Sequence[str]) -> None:
     """Landlock: from now on this process and its children may write and delete only below ``writable``."""
     number = ctypes.c_long(SYS_LANDLOCK)
     version = _libc_call("Landlock", "syscall", number, None, ctypes.c_size_t(0), 1)
+    if version < TRUNCATING:
+        raise OSError(errno.ENOTSUP, f"Landlock of this kernel (version {version}) lets files be truncated")
     # Writing; removing and making files and folders; moving between folders; truncating.
-    rights = (
-        1 << 1
-        | sum(1 << bit for bit in range(4, 13))
-        | (1 << 13 if version >= 2 else 0)
-        | (1 << 14 if version >= 3 else 0)
-    )
+    rights = 1 << 1 | sum(1 << bit for bit in range(4, 15))
     handled = ctypes.c_uint64(rights)
     rules = _libc_call("Landlock", "syscall", number, ctypes.byref(handled), ctypes.c_size_t(8), 0)
     for path in writable:
