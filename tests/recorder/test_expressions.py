@@ -150,3 +150,22 @@ def test_what_is_shown_says_what_happens(at_least: str, shown: str) -> None:
     assert shown in texts
     assert at_least == shown or at_least not in texts
     assert not any("#" in (text or "") and "in a string" not in (text or "") for text in texts)
+
+
+def test_operators_on_numbers_are_the_hosts_once_the_interpreter_has_seen_them() -> None:
+    """Without types, an operator in a module that imports torch is taken for torch's."""
+
+    def calibration(scores: list[float], low: float) -> int:
+        found = 0
+        for score in scores:
+            if score < low:
+                found += 1
+        return found
+
+    code = calibration.__code__
+    compares = next(step.offset for step in dis.get_instructions(code) if step.opname.startswith("COMPARE_"))
+    assert work_at(code, compares, GLOBALS) == "torch"
+    for _ in range(100):
+        calibration([0.1, 0.9] * 10, 0.5)
+    assert work_at(code, compares, GLOBALS) == "host"
+    assert work_at(code, 10**6, GLOBALS) is None

@@ -117,17 +117,32 @@ NAME = re.compile(r"(?<![\w.])[^\W\d]\w*(?!\w|\s*=(?!=))")
 OPERATORS = ("BINARY_", "COMPARE_", "CONTAINS_", "UNARY_", "STORE_SUBSCR", "STORE_SLICE")
 CALLS = ("CALL", "PRECALL")
 
+# Parts of the names of instructions that the interpreter has specialized: BINARY_OP_ADD_FLOAT, COMPARE_OP_FLOAT_JUMP.
+PYTHONS_OWN = frozenset({"INT", "FLOAT", "STR", "UNICODE", "LIST", "TUPLE", "DICT"})
+_OPCODES: list[str] = getattr(dis, "_all_opname", dis.opname)
+
 _works: dict[tuple[CodeType, str, int], Work | None] = {}
 
 
 def work_at(code: CodeType, position: int, names: Names) -> Work | None:
     """Whose C code is called at this position; None when unknown. ``names`` are the module's globals."""
+    if _is_specialized(code, position):
+        return "host"
     key = (code, code.co_filename, position)  # equal code of two files is equal
     if key not in _works:
         if len(_works) >= REMEMBERED:
             _works.clear()
         _works[key] = _judge(code, position, names)
     return _works[key]
+
+
+def _is_specialized(code: CodeType, position: int) -> bool:
+    """Whether the interpreter has specialized this operator for Python's own numbers, texts or containers."""
+    adaptive = getattr(code, "_co_code_adaptive", b"")
+    if not 0 <= position < len(adaptive):
+        return False
+    name = _OPCODES[adaptive[position]] if adaptive[position] < len(_OPCODES) else ""
+    return name.startswith(OPERATORS) and not PYTHONS_OWN.isdisjoint(name.split("_"))
 
 
 def _judge(code: CodeType, position: int, names: Names) -> Work | None:
