@@ -276,6 +276,17 @@ def test_live_tuning_does_not_hide_that_a_line_grows() -> None:
     assert tuned.share == pytest.approx(21.9 / 51.5, abs=0.01)
 
 
+def test_steps_that_added_workers_slow_down_are_not_called_slower() -> None:
+    """Live tuning went from one worker to three, which took CPUs from compute and the script's own code."""
+    moves = [LiveMove(Settings(num_workers=n), began_s, "kept") for n, began_s in ((2, 13.0), (3, 16.0))]
+    live = LiveRecord(1, "settled", "", Settings(), Settings(num_workers=3), moves=tuple(moves))
+    for name in ("compute_s", "host_code_s"):
+        for records, told in (((), True), ((live,), False)):
+            spans = steps_of(lambda step, n=name: Buckets(**{n: 0.03 + 0.00015 * min(step, 170)}))
+            judgement = slowing_down(gather(run_of(rank(loaders=(loader(),), live=records), spans=(spans,))))
+            assert (judgement is not None) == told
+
+
 def test_steps_that_vary_or_change_once_do_not_slow_down() -> None:
     noisy = steps_of(lambda step: Buckets(compute_s=0.05 + 0.03 * (step % 3)))
     late_neighbour = steps_of(lambda step: Buckets(compute_s=0.05 if step < 120 else 0.09 - 0.0001 * (step - 120)))

@@ -171,10 +171,11 @@ class Evidence:
 
     @property
     def slowdown(self) -> ledgers.Slowdown | None:
-        """How the slowest rank slowed down over time; None where it did not."""
+        """How the slowest rank slowed down since its settings last changed (workers take CPUs); None if it did not."""
+        changed_s = max((move.began_s for live in self.rank.live for move in live.moves), default=0.0)
         pairs = zip(self.run.ranks, self.run.spans, strict=True)
         spans = next((own for rank, own in pairs if rank is self.rank), ())
-        return ledgers.find_slowdown(spans, self.is_tuned)
+        return ledgers.find_slowdown(tuple(span for span in spans if span.t0_s >= changed_s), self.is_tuned)
 
     @property
     def is_tuned(self) -> bool:
