@@ -25,10 +25,11 @@ from fulltilt.records import (
     LiveMove,
     LiveRecord,
     RankRecord,
+    Sample,
     Settings,
     Span,
 )
-from tests.diagnosis.examples import BATCH, gpu_rank, loader, rank, run_of, spans_of, workers
+from tests.diagnosis.examples import BATCH, gpu, gpu_rank, host, loader, rank, run_of, spans_of, workers
 
 
 def found(judgement: object) -> Finding:
@@ -306,11 +307,31 @@ def short_steps(length_s: Callable[[int], float]) -> tuple[Span, ...]:
     return steps_of(lambda step: Buckets(compute_s=length_s(step)))[1:]
 
 
-def test_compute_that_grows_is_a_remark_since_inputs_may_grow_on_purpose() -> None:
-    run = run_of(rank(), spans=(steps_of(lambda step: Buckets(compute_s=0.05 + 0.001 * step)),))
-    finding = found(slowing_down(gather(run)))
-    assert (finding.severity, finding.predicted_speedup, finding.where) == ("info", None, None)
-    assert answer(run).verdict.code == "compute_bound"
+GROWING_COMPUTE = steps_of(lambda step: Buckets(compute_s=0.05 + 0.001 * step))
+
+
+def test_compute_that_grows_comes_before_compute_bound_with_its_line() -> None:
+    """A memory bank that was never cut got "Compute-bound: only less arithmetic"."""
+    product = HotLine("train.py:20", "loss_of", 14.0, "q @ bank.keys.T")
+    push = HotLine("train.py:12", "Bank.push", 1.0, "torch.cat([self.keys, k])")
+    made = rank(compute_lines=(product,), growing_lines=(push,), host_lines=(push,), loaders=(loader(batch_shapes=2),))
+    verdict, (first, second) = (both := answer(run_of(made, spans=(GROWING_COMPUTE,)))).verdict, both.findings[:2]
+    assert (verdict.code, second.code) == ("slowing_down", "compute_bound")
+    assert (first.severity, first.where, first.predicted_speedup) == ("severe", "train.py:12", (1.0, 2.97))
+    assert "of compute, 47 % in loss_of, train.py:20 (q @ bank.keys.T)" in first.evidence
+    assert "torch.cat([self.keys, k]) at train.py:12 takes longer, too" in first.fix
+    assert "Find out why compute takes longer and longer. Apart from that, only less arithmetic" in second.fix
+    without = run_of(replace(made, growing_lines=()), spans=(GROWING_COMPUTE,))
+    assert found(slowing_down(gather(without))).where == "train.py:20"
+
+
+def test_compute_that_grows_stays_a_remark_where_inputs_or_machine_may_explain_it() -> None:
+    resized = run_of(rank(loaders=(loader(batch_shapes=3),)), spans=(GROWING_COMPUTE,))
+    throttled = tuple(Sample(10.0 + n, host(), (gpu(throttle_reasons=("hw_slowdown",)),)) for n in range(25))
+    for run in (resized, run_of(gpu_rank(), spans=(GROWING_COMPUTE,), samples=throttled)):
+        finding = found(slowing_down(gather(run)))
+        assert (finding.severity, finding.predicted_speedup, finding.where) == ("info", None, None)
+        assert answer(run).verdict.code != "slowing_down"
 
 
 # --------------------------------------------------------------------------- gc_pauses

@@ -225,13 +225,16 @@ def compute_bound(evidence: Evidence) -> Judgement:
     facts += [sentence for gpu in evidence.gpus if (sentence := is_it_real(gpu))]
     healthy = share >= THRESHOLDS.full_tilt_share
     fix = "Compute sets the pace. " if healthy else "Once the other findings are fixed, compute sets the pace. "
+    slower = evidence.slowdown
+    first = ["Find out why compute takes longer and longer"] if slower and slower.bucket == "compute_s" else []
     if evidence.on_gpu:
-        fix += "Only less arithmetic makes it faster: a smaller model, lower precision, torch.compile."
+        fix = f"{first[0]}. Apart from that, only" if first else f"{fix}Only"
+        fix += " less arithmetic makes it faster: a smaller model, lower precision, torch.compile."
     else:
         calls = [call for call in evidence.rank.computing_calls if call.seconds >= THRESHOLDS.warn_share * compute_s]
         facts += [f"of compute, {line_cost(call, compute_s)}" for call in calls[:3]]
         facts += (others := neighbours(evidence))
-        ways = ["Run it where other processes do not take the CPUs"] if others else []
+        ways = first + (["Run it where other processes do not take the CPUs"] if others else [])
         if evidence.crowded_by_workers:
             kept = percent(evidence.workers_share)
             facts.append(f"loader workers take {kept} of the CPUs from compute")

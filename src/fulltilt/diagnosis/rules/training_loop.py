@@ -21,6 +21,7 @@ from fulltilt.diagnosis.findings import (
     rewritten,
     time_spent,
 )
+from fulltilt.diagnosis.ledger import Slowdown
 from fulltilt.diagnosis.libraries import (
     LIBRARIES,
     SLOW_ENVIRONMENT,
@@ -31,7 +32,7 @@ from fulltilt.diagnosis.libraries import (
 from fulltilt.diagnosis.predicted_gain import amdahl, by_removing, gain, rarer, share_left
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import count, percent, seconds, whole
-from fulltilt.records import Abstention, HotLine, LoaderRecord
+from fulltilt.records import Abstention, Finding, HotLine, LoaderRecord
 
 # --------------------------------------------------------------------------- steps that take longer and longer
 
@@ -42,8 +43,9 @@ def slowing_down(evidence: Evidence) -> Judgement:
     if slower is None:
         return None
     step = "a step without its data wait" if evidence.is_tuned else "a step"
+    whole_run = "of the time since the settings last changed" if evidence.is_tuned else "of the run"
     facts = [
-        f"{step} took {seconds(slower.early_s)} in the first quarter of the run, {seconds(slower.late_s)} in the last",
+        f"{step} took {seconds(slower.early_s)} in the first quarter {whole_run}, {seconds(slower.late_s)} in the last",
         f"{BUCKET_WORDS[slower.bucket]} grew by {seconds(slower.grown_s)} a step, more than anything else",
     ]
     facts += (others := neighbours(evidence))
@@ -61,23 +63,47 @@ def slowing_down(evidence: Evidence) -> Judgement:
     share = evidence.share(slower.lost_s)
     cost_s = max(_growing_part(evidence) * _own_code_s(evidence), slower.lost_s)
     if slower.bucket == "compute_s":
-        # Inputs that grow on purpose (a curriculum, longer texts) look the same.
-        fix = (
-            "Unless the inputs grow on purpose: keep no tensors of earlier steps in the graph (loss.detach()), and "
-            "collect no state in forward."
-        )
-        fix = f"{OTHERS_TAKE_CPUS} {fix}" if others else fix
-        return found(evidence, "slowing_down", slower.lost_s, facts, fix, None, None, "info")
+        return _growing_compute(evidence, slower, facts, bool(others))
     place = call_at(lines[0]) if lines else BUCKET_WORDS[slower.bucket]
     fix = (
         f"{place} takes longer the longer the job runs: look for something that grows and is read through each time "
         "(a list, a file, a log). Read it once an epoch, keep a running sum, or bound it "
         "(collections.deque(maxlen=...)). If it only began in the middle of the job, do it less often or differently."
     )
-    # At least what this run lost; a longer run would win the late step over the early one.
-    later = 1.0 if evidence.is_tuned else slower.late_s / slower.early_s
-    predicted = gain(amdahl(share), max(later, amdahl(evidence.share(cost_s))))
+    predicted = gain(amdahl(share), max(_later_gain(evidence, slower), amdahl(evidence.share(cost_s))))
     return found(evidence, "slowing_down", cost_s, facts, fix, where, predicted)
+
+
+def _later_gain(evidence: Evidence, slower: Slowdown) -> float:
+    """A run loses at least what this one lost; a longer run would win the late step over the early one."""
+    return 1.0 if evidence.is_tuned else slower.late_s / slower.early_s
+
+
+# What makes a tensor or a list longer.
+_LENGTHENS = re.compile(r"\b(cat|concat\w*|[hvd]?stack|append|extend)\(")
+
+
+def _growing_compute(evidence: Evidence, slower: Slowdown, facts: list[str], others: bool) -> Finding:
+    """Compute that grows. Inputs that grow on purpose (a curriculum, longer texts) look the same."""
+    rank, loader = evidence.rank, evidence.loader
+    least_s = THRESHOLDS.telling_line_share * slower.lost_s
+    longer = [line for line in rank.growing_lines if line.seconds >= least_s and _LENGTHENS.search(line.call or "")][:1]
+    costly = [line for line in rank.compute_lines if not (line.where.startswith("torch/") or is_library_code(line))]
+    costly = sorted(costly, key=lambda line: -line.seconds)[:1]
+    facts += [f"of compute, {line_cost(line, evidence.buckets.compute_s)}" for line in costly]
+    facts += [f"{line_cost(line)}: how much more it costs than at first" for line in longer]
+    longer_at = f"; {call_at(longer[0])} takes longer, too" if longer else ""
+    fix = (
+        "Unless the inputs grow on purpose, look for what gets longer with each step: a tensor or list that the script "
+        f"adds to (torch.cat, append, a memory bank{longer_at}); losses kept with their graph (loss.detach()); state "
+        "that forward collects. Keep only the newest part of it (bank[-n:], collections.deque(maxlen=...))."
+    )
+    fix = f"{OTHERS_TAKE_CPUS} {fix}" if others else fix
+    shapes = loader.batch_shapes if loader else None
+    unsure = others or evidence.invalid_because is not None or (shapes or 0) > THRESHOLDS.few_shapes
+    predicted = None if unsure else gain(1.0, max(_later_gain(evidence, slower), amdahl(evidence.share(slower.lost_s))))
+    where = next((line.where for line in (*longer, *costly)), None)
+    return found(evidence, "slowing_down", slower.lost_s, facts, fix, where, predicted, "info" if unsure else None)
 
 
 def _growing_part(evidence: Evidence) -> float:
