@@ -140,15 +140,18 @@ _ADVICE = (
     (r"\bprint\(|logg(er|ing)\b|log_metric|add_(scalar|histogram)|wandb", "log every {every} steps"),
     (r"plot|imshow|figure", "draw once an epoch"),
     (r"\b(as_|new_)?tensor\(", "it iterates over lists: give it one NumPy array (np.stack), or keep tensors"),
-    (r"deepcopy|\.clone\(", "copy every {every} steps"),
+    (r"deepcopy|\.clone\(", "copy every {every} steps if training allows"),
     (r"gc\.collect|empty_cache", "remove it: memory is reused without it"),
     (r"\.numpy\(|\.tolist\(|\.item\(", "keep it in tensors and read it every {every} steps"),
 )
 # Text in quotes is not what a line does, except inside an f-string.
 _QUOTED = re.compile(r"(f?)(\"[^\"]*\"|'[^']*')")
-_LESS_OFTEN = "move it out of the step (once before the training, every {every} steps, or into a second thread)"
+_LESS_OFTEN = (  # it may be needed in every step
+    "make it cheaper, or do it less often if training allows (once before the training, every {every} steps, in a "
+    "second thread)"
+)
 _OTHERWISE = f"{_LESS_OFTEN}, or work on whole tensors instead of numbers in Python"
-_SELDOM = "it is rare but takes long: do it once before the training, less often, or in a second thread"
+_SELDOM = "it is rare but takes long: make it cheaper, or do it less often or in a second thread if training allows"
 
 
 def host_code(evidence: Evidence) -> Judgement:
