@@ -14,6 +14,7 @@ from fulltilt.recorder.loaders.batches import (
     compressed_chunks,
     count_bytes,
     count_samples,
+    count_tensors,
     kind_of,
     padding_share,
     shapes_of,
@@ -72,6 +73,7 @@ def test_count_samples(batch: Any, hint: int | None, samples: int | None) -> Non
 def test_bytes_and_kinds() -> None:
     batch = {"a": torch.zeros(4, 4), "b": [np.zeros(8, dtype=np.uint8)]}
     assert count_bytes(batch) == 64 + 8
+    assert count_tensors(batch) == 2
     assert kind_of(batch) == "dict of numpy"
     assert kind_of([torch.zeros(2)]) == "list of tensor"
     assert kind_of(torch.zeros(2)) == "tensor"

@@ -162,11 +162,16 @@ def rates(evidence: Evidence) -> list[str]:
     ceilings = evidence.ceilings
     if ceilings.loader_samples_per_s is None or ceilings.compute_samples_per_s is None:
         return []
-    taker = "the GPU" if evidence.on_gpu else "compute"
     return [
         f"the loader alone can give {number(ceilings.loader_samples_per_s)} samples/s, "
-        f"{taker} could take {number(ceilings.compute_samples_per_s)}"
+        f"{could_take(evidence, ceilings.compute_samples_per_s)}"
     ]
+
+
+def could_take(evidence: Evidence, samples_per_s: float) -> str:
+    """``compute could take 698``, or at least that many where loader workers take CPUs from it."""
+    least = "at least " if evidence.crowded_by_workers else ""
+    return f"{'the GPU' if evidence.on_gpu else 'compute'} could take {least}{number(samples_per_s)}"
 
 
 def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from fulltilt.diagnosis.evidence import Evidence
-from fulltilt.diagnosis.findings import BUCKET_WORDS
+from fulltilt.diagnosis.findings import BUCKET_WORDS, could_take
 from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
 from fulltilt.diagnosis.predicted_gain import amdahl
 from fulltilt.diagnosis.rules.live_tuning import changes, live_words
@@ -128,12 +128,11 @@ def _gain(evidence: Evidence, share: float, predicted: tuple[float, float] | Non
         return ""
     rate, ceiling = rate_while_drawing(evidence.run), evidence.ceilings.compute_samples_per_s
     if rate and ceiling and ceiling > rate:
-        taker = "the GPU" if evidence.on_gpu else "compute"
         # Without workers loading and computing take turns: the rate is the job's, apart from its pauses.
         pauses = rate > (evidence.throughput.samples_per_s or rate) * (1 + THRESHOLDS.rate_error)
         when = "between validations and saves " if pauses else ""
         most = min(ceiling / rate, amdahl(share))
-        rates = f"{when}training gets {number(rate)} samples/s, {taker} could take {number(ceiling)}"
+        rates = f"{when}training gets {number(rate)} samples/s, {could_take(evidence, ceiling)}"
         return f"; {_without(evidence, most, predicted)}: {rates}"
     return f"; {_without(evidence, amdahl(share), predicted)}"
 

@@ -226,6 +226,7 @@ class LoaderRecord:
     samples: int | None = None
     batch_bytes: int | None = None
     batch_kind: str | None = None
+    batch_tensors: int | None = None
     wait_s: float = 0.0
     wait_cpu_s: float = 0.0
     first_wait_s: float = 0.0

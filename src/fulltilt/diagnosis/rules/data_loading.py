@@ -48,7 +48,7 @@ from fulltilt.diagnosis.rules.worker_count import (
     workers_unmeasured,
 )
 from fulltilt.diagnosis.thresholds import THRESHOLDS
-from fulltilt.figures import capital, count, cpus, number, percent, seconds, size
+from fulltilt.figures import capital, count, cpus, number, percent, seconds, size, whole
 from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord, WorkerRecord
 
 # --------------------------------------------------------------------------- shared by the rules below
@@ -464,12 +464,34 @@ def input_handover(evidence: Evidence) -> Judgement:
         f"{percent(supply.handover_worker_share)} of the workers' time",
     ]
     if loader.batch_bytes:
-        facts.append(f"a batch has {size(loader.batch_bytes)} ({loader.batch_kind or 'of unknown type'})")
+        number_of = loader.batch_tensors or 0
+        tensors = f", in {count('tensor', number_of)}" if number_of > 1 else ""
+        facts.append(f"a batch has {size(loader.batch_bytes)} ({loader.batch_kind or 'of unknown type'}{tensors})")
     fix, promised = _lighter_handover(evidence, loader, supply), gain_without_wait(evidence)
-    if fix is None:
+    if fix is not None and fix.startswith(_NO_WORKERS) and evidence.crowded_by_workers:
+        # Without workers compute has their CPUs as well: how fast it then is was not measured.
+        alone_s = (supply.fetch_s - supply.queue_s) * loader.batches
+        promised = gain(promised[0], max(promised[1], amdahl(evidence.share(evidence.drawing_s - alone_s))))
+    if (many := _many_tensors(loader)) is not None:
+        fix = f"{many} {fix}" if fix is not None and fix.startswith(_NO_WORKERS) else many
+    elif fix is None:
         # At most their idle time is to win, and nothing if every worker gets its share of slow batches.
         fix, promised = _sooner_batches(evidence, loader), gain(1.0, amdahl(supply.idle_share), cap=promised[1])
     return _waiting(evidence, "input_handover", facts, fix, loader.where, promised)
+
+
+_NO_WORKERS = "Fetch without workers: "
+
+
+def _many_tensors(loader: LoaderRecord) -> str | None:
+    """What to do where default_collate makes very many tensors of each batch; None where it does not."""
+    tensors = loader.batch_tensors or 0
+    if loader.collate != "default_collate" or tensors < THRESHOLDS.many_tensors:
+        return None
+    return (
+        f"default_collate makes {whole(tensors)} tensors of a batch{at(loader.where)}, one for each "
+        "position of a list (or field of a dict) in a sample: let __getitem__ return one tensor (torch.tensor(row))."
+    )
 
 
 def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) -> str | None:
@@ -485,7 +507,7 @@ def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) 
         )
     if alone_s <= THRESHOLDS.cheap_fetch_share * wait_s:
         alone = f"fetching a batch takes {seconds(alone_s)}, waiting for a worker's {seconds(wait_s)}"
-        return f"Fetch without workers: {rewritten(evidence, loader, num_workers=0)}{at(loader.where)}; {alone}."
+        return f"{_NO_WORKERS}{rewritten(evidence, loader, num_workers=0)}{at(loader.where)}; {alone}."
     if costly:
         return (
             f"Send fewer and smaller tensors{at(loader.where)}: only the fields that the training uses, stacked by "

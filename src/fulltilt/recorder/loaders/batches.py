@@ -99,6 +99,11 @@ def count_bytes(batch: Any) -> int:
     return sum(size for size in sizes if isinstance(size, int))
 
 
+def count_tensors(batch: Any) -> int:
+    """How many tensors and arrays a batch has."""
+    return sum(_kind(leaf) != "object" for leaf in _leaves(batch, DEEPEST))
+
+
 def kind_of(batch: Any) -> str:
     """What the training thread receives: tensor, numpy or objects, and the container around it."""
     kinds = {_kind(leaf) for leaf in _leaves(batch, DEEPEST)}

@@ -14,7 +14,14 @@ from statistics import median
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from fulltilt.recorder.loaders.batches import compressed_chunks, count_bytes, kind_of, padding_share, shapes_of
+from fulltilt.recorder.loaders.batches import (
+    compressed_chunks,
+    count_bytes,
+    count_tensors,
+    kind_of,
+    padding_share,
+    shapes_of,
+)
 from fulltilt.recorder.stacks.frames import LineTimes
 from fulltilt.records import LoaderRecord
 
@@ -66,6 +73,7 @@ class LoaderStats:
     pickle_s: float = 0.0
     batch_bytes: int | None = None
     batch_kind: str | None = None
+    batch_tensors: int | None = None
     chunks: str | None = None
     shapes: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
     padding: float = 0.0
@@ -116,6 +124,7 @@ class LoaderStats:
         """Measure size, structure and padding of a batch; a few batches are enough."""
         self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))
         self.batch_kind = self.batch_kind or kind_of(batch)
+        self.batch_tensors = max(self.batch_tensors or 0, count_tensors(batch))
         if self.chunks is None and self.batches <= INSPECT_FIRST:
             self.chunks = compressed_chunks()
         if len(self.shapes) < MOST_SHAPES:
@@ -141,6 +150,7 @@ class LoaderStats:
             samples=self.samples if self.counted else None,
             batch_bytes=self.batch_bytes,
             batch_kind=self.batch_kind,
+            batch_tensors=self.batch_tensors,
             batch_shapes=len(self.shapes) or None,
             wait_s=self.waited_s,
             wait_cpu_s=self.wait_cpu_s,
