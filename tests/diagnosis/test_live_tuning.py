@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import gather
@@ -72,10 +73,10 @@ CUT_OFF = LiveRecord(
 )
 
 
-def judged(live: LiveRecord, num_workers: int = 4) -> Diagnosis:
+def judged(live: LiveRecord, num_workers: int = 4, **work: Any) -> Diagnosis:
     """A job that waited half of its 100 s, with this record of live tuning."""
     at_work = loader(num_workers=num_workers, prefetch_factor=2, persistent_workers=True, wait_s=47.0, wait_cpu_s=1.0)
-    record = rank(loaders=(at_work,), workers=(workers(),), live=(live,))
+    record = rank(loaders=(at_work,), workers=(workers(**work),), live=(live,))
     return answer(run_of(record, on=machine(8.0), data_wait=47.0, compute=53.0))
 
 
@@ -148,6 +149,18 @@ def test_where_no_setting_is_enough_a_cheaper_fetch_wins_the_rest() -> None:
     low, high = finding.predicted_speedup or (0.0, 0.0)
     assert high == 1.89  # all of the waiting
     assert 1.2 < low < high
+
+
+def test_only_lines_of_the_users_that_cost_much_are_to_be_made_cheaper() -> None:
+    """`Collection.__subclasshook__ (<frozen _collections_abc>:409)` was to be made cheaper."""
+    lines = (
+        HotLine("<frozen _collections_abc>:409", "Collection.__subclasshook__", 90.0),
+        HotLine("site/tool.py:3", "read", 90.0, inside="site/tool.py:load"),
+        HotLine("dataset.py:48", "decode", 1.0),
+    )
+    for line in lines:
+        fix = judged(CUT_OFF, lines=(line,)).findings[0].fix
+        assert "4 workers, prefetch 2: make the data set Photos cheaper" in fix
 
 
 def test_settings_that_were_tried_and_did_not_pay_are_not_advised() -> None:

@@ -118,9 +118,10 @@ def costliest_lines(lines: Sequence[HotLine], cost_s: float) -> list[str]:
 
 
 def costliest_line(evidence: Evidence) -> HotLine | None:
-    """The line, outside of torch, on which fetching spends most of its time."""
+    """The line, outside of torch and of Python itself, on which fetching spends most of its time."""
     lines = evidence.workers.lines if evidence.workers else ()
-    return max((ln for ln in lines if not ln.where.startswith("torch/")), key=lambda ln: ln.seconds, default=None)
+    others = (line for line in lines if not line.where.startswith(("torch/", "<frozen ")))
+    return max(others, key=lambda line: line.seconds, default=None)
 
 
 def fetching_line(evidence: Evidence) -> list[str]:

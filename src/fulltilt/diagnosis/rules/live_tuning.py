@@ -20,6 +20,7 @@ from fulltilt.diagnosis.findings import (
     rewritten,
     time_spent,
 )
+from fulltilt.diagnosis.libraries import is_library_code
 from fulltilt.diagnosis.predicted_gain import Gain, by_removing
 from fulltilt.diagnosis.rules.worker_count import gain_without_wait
 from fulltilt.diagnosis.thresholds import THRESHOLDS
@@ -95,8 +96,9 @@ def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
     if (trial := on_trial(live)) is not None:
         fix += f" On trial at the end: {settings_words(trial)}."
     if _still_waits(live):
-        line = costliest_line(evidence)
-        cheaper = f"{line.function} ({line.where})" if line else f"the data set {loader.dataset}"
+        line, fetch_s = costliest_line(evidence), evidence.workers.fetch_s if evidence.workers else 0.0
+        telling = line and line.seconds >= THRESHOLDS.guilty_function_share * fetch_s and not is_library_code(line)
+        cheaper = f"{line.function} ({line.where})" if line and telling else f"the data set {loader.dataset}"
         waits = f"waits for data {percent(live.wait_share)} of the measured time"
         fix += f" Training still {waits} with {settings_words(live.settings)}: make {cheaper} cheaper."
     return f"{fix} {OTHERS_TAKE_CPUS}" if neighbours(evidence) else fix
