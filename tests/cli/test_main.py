@@ -81,6 +81,8 @@ def test_a_missing_extra_is_named_with_its_install_line(command: str, code: int,
         (["run", "zzz.py"], ["zzz.py does not exist", "The working folder is"]),
         (["run", "nothing"], ["nothing is neither a script nor a program", "The working folder is"]),
         (["report", "train.py"], ["train.py is not a run folder: it is a file", "fulltilt run train.py"]),
+        (["report"], ["There is none in", "if you gave one:", "  fulltilt report RUN [RUN ...]"]),  # in 80 columns
+        (["check", "--workers", "x"], ["'--workers': expects a whole number", "Try: fulltilt check --help"]),
         (["report", "."], [". is not a run folder: it has no run.json", "fulltilt run SCRIPT.py records one"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and len(value) < 4 else None,

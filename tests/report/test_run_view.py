@@ -8,7 +8,7 @@ import pytest
 from fulltilt.diagnosis.loader_bottleneck import joined_lines
 from fulltilt.records import Buckets, HotLine, Ledger, Throughput
 from fulltilt.report import run_view
-from fulltilt.report.run_view import compare, distinct_names, step_picture, used_loaders
+from fulltilt.report.run_view import compare, different_scripts, distinct_names, step_picture, used_loaders
 from tests.report import examples
 
 # --------------------------------------------------------------------------- one step
@@ -164,6 +164,19 @@ def test_a_run_without_steps_can_be_compared():
     rows = {row.name: row for row in compare([examples.crashed(), examples.starved()])}
     assert rows["samples/s"].cells == ("–", "132")
     assert "relative speed, after start-up" not in rows
+
+
+def test_runs_of_different_scripts_are_said_to_be_no_comparison():
+    """A run of another script was "0.08 ×" as fast."""
+    run, diagnosis = examples.healthy()
+
+    def runs(*lines):
+        return [(dataclasses.replace(run, run=dataclasses.replace(run.run, command=one)), diagnosis) for one in lines]
+
+    note = different_scripts(runs(("train.py",), ("torchrun", "-m", "shop.fit"), ("a/train.py", "--lr", "1")))
+    assert note.startswith("Different scripts (train.py, -m shop.fit):")
+    assert different_scripts(runs(("train.py",), ("python", "-m", "torch.distributed.run", "b/train.py"))) is None
+    assert different_scripts(runs(("train.py",), ("fit",), ())) is None
 
 
 def test_runs_of_one_script_are_told_apart_by_their_folders():

@@ -57,6 +57,11 @@ def test_no_line_is_wider_than_the_terminal(name, width):
     assert max(map(cell_len, lines)) <= width
 
 
+def test_a_comparison_of_different_scripts_says_so():
+    assert "Different scripts (train.py, fit.py)" in printed("starved", "cpu_only")
+    assert "Different scripts" not in printed("starved", "starved")
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_colour_changes_nothing_but_colours_and_patterns(name):
     plain, coloured = printed(name), printed(name, colour=True)

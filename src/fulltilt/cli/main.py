@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import re
 import shlex
 import sys
 from difflib import get_close_matches
@@ -41,6 +42,13 @@ EXTRAS = {
     "accelerate": "hf",
     "lightning": "lightning",
 }
+
+
+_NOT_A_NUMBER = re.compile(r"Input should be a valid (integer|number)\b.*")
+
+
+def _expected(message: re.Match[str]) -> str:
+    return f"expects a {'whole ' if message[1] == 'integer' else ''}number"
 
 
 def _show_version(asked: bool) -> None:
@@ -114,6 +122,6 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         context = getattr(error, "ctx", None)
         hint = "" if context is None else f"\nTry: {context.command_path} --help"
-        streams.complain(error.format_message() + hint)
+        streams.complain(_NOT_A_NUMBER.sub(_expected, error.format_message()) + hint)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)

@@ -387,6 +387,27 @@ def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:
     return tuple(Row(name, tuple(cells), name in settings) for name, cells in known)
 
 
+def different_scripts(runs: Sequence[Reported]) -> str | None:
+    """A note that the runs are of different scripts, so that their speeds are no comparison; None where they are not.
+
+    A script that was copied elsewhere is the same.
+    """
+    scripts = dict.fromkeys(script for run, _ in runs if (script := _script(run.run.command)) is not None)
+    if len(scripts) < 2:
+        return None
+    return f"Different scripts ({', '.join(scripts)}): a step or sample of one may be more work than one of another."
+
+
+def _script(command: Sequence[str]) -> str | None:
+    """The script or module of a command line; None where it has neither."""
+    for part, after in zip(command, (*command[1:], ""), strict=False):
+        if part.endswith(".py"):
+            return PurePath(part).name
+        if part == "-m" and after and not after.startswith("torch."):
+            return f"-m {after}"
+    return None
+
+
 def _against_first(answers: Sequence[Diagnosis]) -> list[str]:
     """By samples a second, or by steps where no run counted samples."""
     rates = [answer.throughput.samples_per_s for answer in answers]

@@ -268,6 +268,6 @@ def newest_run(folder: Path) -> Path:
     if not written:
         raise UsageError(
             f"which run? There is none in {folder.absolute()}",
-            "Name its folder, the one that --out named if you gave one: fulltilt report RUN [RUN ...]",
+            "Name its folder, the one that --out named if you gave one:\nfulltilt report RUN [RUN ...]",
         )
     return max(written, key=lambda run: (written[run], run.name))
