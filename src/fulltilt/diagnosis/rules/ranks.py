@@ -14,11 +14,14 @@ from fulltilt.records import Abstention, FindingCode, RankSummary
 
 _ADVICE = {
     "data_wait_s": "give it the same storage, CPUs and workers as the others, and data that costs as much to load",
-    "compute_s": "balance the batches (equal lengths and sizes on every rank), and check the clock of its GPU or CPU",
+    "compute_s": "balance the batches (equal lengths and sizes on every rank); where they are even, check its clock",
     "host_code_s": "move what only it does between steps (logging, plotting) to the end of the epoch or a thread",
     "checkpoint_s": "save in the background (torch.distributed.checkpoint.async_save)",
     "validation_s": "divide validation among all ranks",
 }
+
+# Work that goes away, or is slow on one rank, instead of being divided among all.
+_NOT_DIVIDED = ("data_wait_s", "host_code_s", "checkpoint_s")
 
 _LESS_GATHERING = (
     "Gather less: reshard_after_forward=False halves the gathering where the parameters fit; fully_shard each block of "
@@ -57,13 +60,20 @@ def straggler(evidence: Evidence) -> Judgement:
         f"{seconds(evidence.per_step(fmean(rank.own_work_s for rank in others)))}",
         f"{BUCKET_WORDS[cause]} takes {seconds(evidence.per_step(excess_s))} a step more on rank {slowest.rank}",
     ]
-    if slowest.own_past_speed is not None and slowest.own_past_speed < THRESHOLDS.slowed_down:
-        facts.append(f"it has become slower: {percent(slowest.own_past_speed)} of its speed in the first steps")
+    became_slow = slowest.own_past_speed is not None and slowest.own_past_speed < THRESHOLDS.slowed_down
+    if became_slow:
+        facts.append(f"it has become slower: {percent(slowest.own_past_speed or 0.0)} of its speed in the first steps")
     record = next((rank for rank in evidence.run.ranks if rank.rank == slowest.rank), evidence.rank)
     lines = sorted(record.host_lines, key=lambda line: -line.seconds) if cause == "host_code_s" else []
     facts += [line_cost(line) for line in lines[:1]]
     where = lines[0].where if lines else None
     fix = f"Look at {who}{at(where)}: {_ADVICE.get(cause, 'give it as much work as the others')}."
+    slow_machine = became_slow or len(late) > 1 or evidence.invalid_because is not None
+    if cause not in _NOT_DIVIDED and not slow_machine:
+        # What the late rank no longer does, the others do.
+        even_s = fmean(rank.own_work_s for rank in evidence.ranks)
+        facts.append(f"evenly divided, each rank would work {seconds(evidence.per_step(even_s))} a step")
+        share = evidence.share(min(slowest.own_work_s - even_s, waits_s))
     return found(evidence, "straggler", waits_s, facts, fix, where, by_removing(share))
 
 
