@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import io
 import logging
+import random
 import socket
 import sqlite3
 import tarfile
+import threading
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator, KeysView, MutableMapping
@@ -37,12 +39,32 @@ class Lines(Dataset[Any]):
         return torch.tensor(int(READ[0].readline()))
 
 
+def write(index: int) -> None:
+    WRITTEN[0].write(f"{index}\n")
+    WRITTEN[0].flush()
+
+
 class Logged(Dataset[Any]):
-    """Writes a line for every sample, as a logger or another thread would."""
+    """Writes a line for every sample."""
 
     def __getitem__(self, index: int) -> Any:
-        WRITTEN[0].write(f"{index}\n")
-        WRITTEN[0].flush()
+        write(index)
+        return torch.tensor(index)
+
+
+class WrittenBeside(Dataset[Any]):
+    """Another thread writes meanwhile."""
+
+    def __getitem__(self, index: int) -> Any:
+        thread = threading.Thread(target=write, args=(index,))
+        thread.start()
+        thread.join()
+        return torch.tensor(index)
+
+
+class Printed(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        print(index)
         return torch.tensor(index)
 
 
@@ -110,9 +132,19 @@ def test_a_file_that_is_read_on_would_be_shared_by_workers() -> None:
     assert "reads from an open file" in str(verdict_of(Lines()))
 
 
-def test_a_file_that_is_only_written_to_is_no_reason_against_workers() -> None:
-    """Fulltilt's own record is one: written during a fetch, it kept a starved job without workers."""
-    assert verdict_of(Logged()) == BatchCheck.SAME
+def test_what_another_thread_writes_is_no_reason_against_workers() -> None:
+    """Fulltilt's own record is such a file: written during a fetch, it kept a starved job without workers."""
+    assert verdict_of(WrittenBeside()) == BatchCheck.SAME
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/io").exists(), reason="the system does not count what a thread writes")
+@pytest.mark.parametrize("kind", [Logged, Printed])
+def test_a_data_set_that_writes_is_left_alone_before_anything_is_repeated(
+    kind: type[Dataset[Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "writes while it makes a batch" in str(verdict_of(kind()))
+    WRITTEN[0].seek(0)
+    assert WRITTEN[0].read() + capfd.readouterr().out == "0\n"
 
 
 def closed_archives(tmp_path: Path) -> list[Any]:
@@ -190,6 +222,8 @@ class Curriculum(Holding):
     def __init__(self, held: Any) -> None:
         super().__init__(held)
         self.cut, self.sizes, self.seen = 1000, [1], [torch.zeros(3)]
+        self.counts, self.by_kind = np.zeros(8), {"bad": {"few": 0}}
+        self.generator = random.Random(0)
 
     def __getitem__(self, index: int) -> Any:
         return torch.tensor(self.cut + index + len(NOTED) + self.held.size)
@@ -205,8 +239,13 @@ CHANGES: dict[str, tuple[str | None, Callable[[Any], object]]] = {
     "one of what it holds": ("size", shrink),
     "one of its class": ("level", lambda data: setattr(type(data), "level", data.level + 1)),
     "a list that grows": ("sizes", lambda data: data.sizes.append(2)),
+    "an element of a list": ("sizes", lambda data: data.sizes.__setitem__(0, 2)),
+    "one of a small array": ("counts", lambda data: data.counts.__setitem__(3, 1.0)),
+    "one of a nested dict": ("by_kind", lambda data: data.by_kind["bad"].update(few=1)),
+    "what a tensor holds": ("seen", lambda data: data.seen[0].add_(1)),
     "a global that it reads": ("NOTED", lambda _: NOTED.append(1)),
     "a global that it does not read": (None, lambda _: globals().update(OTHER=1)),
+    "a random generator": (None, lambda data: data.generator.gauss(0, 1)),
     "the same number again": (None, lambda data: setattr(data, "cut", int("1000"))),
     "nothing": (None, lambda _: None),
 }
@@ -225,6 +264,16 @@ def test_what_the_script_assigns_in_its_data_set_is_seen(what: str) -> None:
 def test_a_store_that_grows_is_a_reason_against_workers() -> None:
     """Each worker would fill its own, in every pass anew."""
     assert "changes as it is read" in str(verdict_of(Remembering({})))
+
+
+@pytest.mark.parametrize("mebibytes", [2, 80])
+def test_a_large_array_that_is_written_to_is_a_reason_against_workers(mebibytes: int) -> None:
+    class Counts(Holding):
+        def __getitem__(self, index: int) -> Any:
+            self.held[index::8] += 1
+            return torch.tensor(index)
+
+    assert "changes as it is read" in str(verdict_of(Counts(np.zeros(mebibytes << 17))))
 
 
 class CountsInItsClass(Holding):

@@ -398,6 +398,72 @@ def test_exact_tunes_what_stays_bit_for_bit(tmp_path: Path) -> None:
         assert one.record.settings.num_workers == 2
 
 
+# --------------------------------------------------------------------------- what only a few samples do
+
+RARE = 28  # long after the check, and while workers serve
+
+
+class NotesRarely(Squares):
+    def __init__(self) -> None:
+        super().__init__(SIZE)
+        self.bad: dict[str, list[int]] = {"samples": []}
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index >= RARE:
+            self.bad["samples"].append(index)
+        return super().__getitem__(index)
+
+
+class DrawsRarely(Squares):
+    """From one of the global generators, or from its own."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__(SIZE)
+        own = np.random.default_rng(0)
+        draws = {"torch": lambda: torch.rand(()), "random": random.random, "numpy": np.random.rand, "own": own.random}
+        self.draw: Any = draws[which]
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3,), float(self.draw()) if index >= RARE else 1.0), index
+
+
+def seeded() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_a_data_set_notes_of_few_samples_is_not_lost_in_workers(exact: bool, tmp_path: Path) -> None:
+    data, served = NotesRarely(), []
+    with tuning(tmp_path, [Knobs(2)], exact=exact) as one:
+        drawn = []
+        for batch in one.trains(DataLoader(data, batch_size=2)):
+            drawn.append(flat(batch))
+            served.append(one.source.pool.knobs.num_workers)
+        assert drawn == plain()
+        assert data.bad == {"samples": list(range(RARE, SIZE))}
+        assert one.record.state == "left_alone"
+        assert "changes while it makes a batch (bad)" in one.record.why
+        assert one.record.settings.num_workers == 0
+    assert 2 in served
+    assert served[RARE // 2 :] == [0] * ((SIZE - RARE) // 2)
+
+
+@pytest.mark.parametrize("which", ["torch", "random", "numpy", "own"])
+def test_exact_keeps_the_draws_that_few_samples_need(which: str, tmp_path: Path) -> None:
+    seeded()
+    expected = drawn_from(DataLoader(DrawsRarely(which), batch_size=2))
+    after = (torch.rand(1).item(), random.random(), np.random.rand())
+    seeded()
+    with tuning(tmp_path, [Knobs(2)], exact=True) as one:
+        assert drawn_from(one.trains(DataLoader(DrawsRarely(which), batch_size=2))) == expected
+        assert (torch.rand(1).item(), random.random(), np.random.rand()) == after
+        assert one.record.state == "left_alone"
+        assert "draws random numbers" in one.record.why
+        assert [move.outcome for move in one.record.moves] == ["kept"]
+
+
 # --------------------------------------------------------------------------- what is left alone
 
 

@@ -2,7 +2,8 @@
 
 First by the parts of the loader; then two workers make batches again that the script has had, three times each. Where
 those differ among each other, the data set draws random numbers; where they agree but differ from the script's, it
-behaves differently in a worker.
+behaves differently in a worker. What only a few samples do is found later: a worker that serves a script without
+workers refuses a batch that changed its data set.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, islice, zip_longest
-from operator import is_
+from operator import attrgetter, is_
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -38,10 +43,11 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from fulltilt.recorder.user_code import owner
-from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool
+from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool, copy_of
 
 # Several, since results that depend on the number of threads agree now and then.
 MOST_BATCHES = 3
@@ -50,6 +56,9 @@ TIMES = 3
 # Of a data set's state; pickling more would take longer than a step.
 MOST_STATE_BYTES = 32 << 20
 LARGE_ARRAY_BYTES = 1 << 20
+# Of its large arrays, half a millisecond for each MiB; beyond this, evenly spaced elements.
+MOST_ARRAY_BYTES = 64 << 20
+DRAWS = "its data set draws random numbers, which would differ in other workers (--exact)"
 
 
 def short(error: Exception) -> str:
@@ -75,7 +84,7 @@ class BatchCheck:
         self._serial = serial
         self._wanted: list[tuple[Any, bytes]] = []
         self._is_random = False
-        self._before: tuple[list[bytes], dict[tuple[int, str], int]] | None = None
+        self._before: tuple[list[bytes], dict[tuple[int, str], int], int] | None = None
         self._state: bytes | None = None
 
     @property
@@ -98,18 +107,23 @@ class BatchCheck:
         if self._serial:
             if self._state is None:
                 self._look_at_data_set(loader)
-            self._before = (generators_now(), file_positions())
+            self._before = (generators_now(), file_positions(), bytes_written())
 
     def fetched(self, indices: Any, batch: Any) -> None:
         """Called with that batch: keeps its digest, since training may change the batch in place."""
         if self._before is not None:
-            generators, positions = self._before
+            written = bytes_written()
+            generators, positions, written_before = self._before
             drawn = [one != other for one, other in zip(generators, generators_now(), strict=False)]
             self._is_random = self._is_random or any(drawn)
             self.draws_from_torch = self.draws_from_torch or drawn[0]
             now = file_positions()
             if any(now.get(file, position) != position for file, position in positions.items()):
                 self.verdict = "its data set reads from an open file whose position workers would share"
+            if written > written_before:
+                self.verdict = (
+                    "its data set writes while it makes a batch, and workers would write more often or at once"
+                )
         pickled = Pickled(batch)
         problem = pickled.problem or pickled.unusual
         if problem is not None:
@@ -152,7 +166,7 @@ class BatchCheck:
                     found = "its batches come out different in a worker"
         except Exception as error:
             error.__traceback__ = error.__cause__ = error.__context__ = None  # they would hold the pool
-            found, self._is_random = f"a worker cannot make its batches ({short(error)})", False
+            found, self._is_random = reason_in(error) or f"a worker cannot make its batches ({short(error)})", False
         pool.retire()
         self.verdict = self.RANDOM if self._is_random else found
 
@@ -182,9 +196,9 @@ class _Digest:
 class Pickled(pickle.Pickler):
     """Pickles to a hash, and finds what cannot be sent to a process: open files, connections, thread pools.
 
-    The ``digest`` of a batch covers every bit. That of a data set leaves out large arrays, code and random generators,
-    which forked workers have anyway, and includes plain values that its code keeps in classes and modules. ``unusual``
-    names a tensor that a worker would not send as it is.
+    The ``digest`` of a batch covers every bit. That of a data set leaves out code and random generators, which forked
+    workers have anyway, and includes plain values that its code keeps in classes and modules. ``unusual`` names a
+    tensor that a worker would not send as it is.
     """
 
     def __init__(self, item: Any, is_batch: bool = True, with_generators: bool = False) -> None:
@@ -192,6 +206,7 @@ class Pickled(pickle.Pickler):
         self._written = _Digest(math.inf if is_batch else MOST_STATE_BYTES)
         super().__init__(self._written, protocol=pickle.HIGHEST_PROTOCOL)
         self._is_batch = is_batch
+        self._array_bytes_left = MOST_ARRAY_BYTES
         self._with_generators = with_generators
         self._code: list[types.FunctionType | type] = []  # code of the data set
         self.tensors = 0
@@ -224,7 +239,7 @@ class Pickled(pickle.Pickler):
         if self._is_batch or any(item is plain for plain in (int, list, tuple)):
             return NotImplemented
         if is_array:
-            return int, (item.nbytes,)
+            return int, (self._checksum(numpy, item),)
         if isinstance(item, types.FunctionType):
             self._code.append(item)
             cells = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
@@ -239,6 +254,16 @@ class Pickled(pickle.Pickler):
         if isinstance(how, types.FunctionType) and owner(_file_of(how)) == "user" and hasattr(item, "__dict__"):
             return object, (), vars(item)  # that function may close what the training process still reads from
         return NotImplemented
+
+    def _checksum(self, numpy: Any, array: Any) -> int:
+        """Of a large array; its size where nothing can be written to it, or where workers would share what is."""
+        is_shared = isinstance(array, numpy.memmap) or isinstance(array.base, numpy.memmap)
+        if is_shared or not (array.flags.writeable and array.flags.forc and self._array_bytes_left > 0):
+            return int(array.nbytes)
+        step = math.ceil(array.nbytes / self._array_bytes_left)
+        data = numpy.ascontiguousarray(array.ravel(order="K")[::step])
+        self._array_bytes_left -= data.nbytes
+        return zlib.crc32(data.view(numpy.uint8))
 
     def _tensor(self, item: torch.Tensor) -> Any:
         self.tensors += 1
@@ -288,64 +313,154 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 WIDEST, MOST_PLACES = 64, 256
+# Of all short containers; together these keep a look below 40 us.
+MOST_ELEMENTS, MOST_MARKS, MOST_SMALL_ARRAY_BYTES = 192, 32, 4 << 10
+# A place where values are assigned: gives the values, and gives their names.
+Place = tuple[Callable[[], Iterable[Any]], Callable[[], Iterable[str]]]
 
 
 class AttributeWatch:
-    """Sees whether the script changes its data set while only workers read it.
+    """Sees whether a data set changes.
 
     Looks at what is assigned: attributes of the data set, of what it holds and of their classes, and the globals that
-    their code names; and at the length of the script's own containers. Not at single elements.
+    their code names; and, of what the script's own code holds, at elements of short containers and small arrays, at the
+    length of others and at what is written to tensors. ``generators`` are the random generators among all these.
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._places: list[tuple[Mapping[str, Any], tuple[str, ...] | None, bool]] = []
-        left, seen = [dataset], set[int]()
+        self._places: list[Place] = []
+        self._marks: list[tuple[str, Callable[[], Any], Any]] = []
+        self.generators: list[Any] = []
+        self._elements = 0
+        numpy = sys.modules.get("numpy")
+        generators = (random.Random, torch.Generator, *_numpy_generators(numpy))
+        left: deque[tuple[str, Any, bool]] = deque([("", dataset, False)])
+        seen = set[int]()
         while left and len(self._places) < MOST_PLACES:
-            item = left.pop()
+            name, item, own = left.popleft()
             if id(item) in seen or isinstance(item, types.ModuleType):
                 continue
             seen.add(id(item))
             kind = item if isinstance(item, type | types.FunctionType) else type(item)
             is_users = owner(_file_of(kind)) == "user"
-            if isinstance(item, list | tuple | dict):
-                left += islice(item.values() if isinstance(item, dict) else item, WIDEST)
+            if isinstance(item, generators):
+                self.generators.append(item)
+            elif isinstance(item, _CONTAINERS):
+                if own:
+                    self._note_container(name, item)
+                values = dict.values(item) if isinstance(item, dict) else item
+                left += [(name, value, own) for value in islice(values, WIDEST)]
+            elif isinstance(item, torch.Tensor):
+                if own and not item.is_inference():
+                    self._mark(name, partial(attrgetter("_version"), item))
+            elif numpy is not None and isinstance(item, numpy.ndarray):
+                if own and item.nbytes <= MOST_SMALL_ARRAY_BYTES:
+                    self._mark(name, item.tobytes)
             elif isinstance(item, types.FunctionType):
                 if is_users:
                     names = tuple(name for name in _names(item.__code__) if name in item.__globals__)
-                    self._places.append((item.__globals__, names, True))
-                    left += (item.__globals__[name] for name in names)
+                    self._places.append((partial(map, item.__globals__.get, names), partial(iter, names)))
+                    left += [(name, item.__globals__[name], True) for name in names]
+                    cells = zip(item.__code__.co_freevars, item.__closure__ or (), strict=True)
+                    left += [(name, cell.cell_contents, True) for name, cell in cells if _is_filled(cell)]
+            elif isinstance(item, _AROUND_FUNCTIONS):
+                parts = ("__func__", "__self__", "func", "args", "keywords")
+                left += [(name, getattr(item, part), own) for part in parts if hasattr(item, part)]
             elif hasattr(item, "__dict__") and (is_users or not isinstance(item, type)):
-                self._places.append((vars(item), None, is_users))
-                left += (getattr(value, "__func__", value) for value in vars(item).values())
-                left.append(kind)
+                held = vars(item)
+                self._places.append((held.values, held.keys))
+                left += [(name, value, is_users) for name, value in held.items()]
+                left.append((name, kind, is_users))
         self._names, self._values = self._names_now(), self._values_now()
-        of_users = [is_users for place, names, is_users in self._places for _ in (place if names is None else names)]
-        held = zip(self._names, self._values, of_users, strict=True)
-        self._sized = [
-            (name, value, len(value)) for name, value, own in held if own and type(value) in (list, dict, set)
-        ]
+
+    def _note_container(self, name: str, item: Any) -> None:
+        if isinstance(item, tuple):
+            return
+        if isinstance(item, set) or self._elements + len(item) > MOST_ELEMENTS or len(item) > WIDEST:
+            self._mark(name, partial(len, item))
+        else:
+            self._elements += len(item) + 1
+            look: Callable[[Any], Iterable[Any]] = dict.values if isinstance(item, dict) else iter
+            self._places.append((partial(look, item), lambda: [name] * len(item)))
+
+    def _mark(self, name: str, look: Callable[[], Any]) -> None:
+        if len(self._marks) < MOST_MARKS:
+            self._marks.append((name, look, look()))
 
     def changed(self) -> str | None:
-        """The name of what has been assigned since, or has grown; None where nothing has. Runs for every batch."""
+        """The name of what has changed since; None where nothing has. Runs for every batch."""
         values = self._values_now()
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             if (names := self._names_now()) != self._names:
-                return next(name for name, before in zip_longest(names, self._names) if name != before) or "deleted"
-            for name, now, before in zip(names, values, self._values, strict=True):
-                if now is not before and not (type(now) is int and now == before):
+                pairs = zip_longest(names, self._names)
+                now, before = next((now, before) for now, before in pairs if now != before)
+                return (now if len(names) >= len(self._names) else before) or "deleted"
+            for name, value, before in zip(names, values, self._values, strict=True):
+                if value is not before and not _is_same(value, before):
                     return name
             self._values = values
-        return next((name for name, value, length in self._sized if len(value) != length), None)
+        return next((name for name, look, before in self._marks if look() != before), None)
 
     def _values_now(self) -> list[Any]:
-        places = (place.values() if names is None else map(place.get, names) for place, names, _ in self._places)
-        return list(chain.from_iterable(places))
+        return list(chain.from_iterable([values() for values, _ in self._places]))
 
     def _names_now(self) -> list[str]:
-        return [name for place, names, _ in self._places for name in (place if names is None else names)]
+        return list(chain.from_iterable([names() for _, names in self._places]))
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    return type(now) is type(before) and type(now) in (int, float, str, bytes) and repr(now) == repr(before)
+
+
+class UnfitForWorkersError(Exception):
+    """Raised in a worker: why its loader is to be left alone."""
+
+
+def reason_in(error: Exception) -> str | None:
+    """Why a worker refused a batch; None for all other errors. torch puts a traceback before it."""
+    if not isinstance(error, UnfitForWorkersError):
+        return None
+    return str(error).strip().splitlines()[-1].partition(": ")[2]
+
+
+def refusing(loader: Any, exact: bool) -> Any:
+    """A copy of a loader whose workers refuse a batch that changed their data set, or for which they drew (exact)."""
+    watch = _WorkerWatch(loader.collate_fn, loader.worker_init_fn, exact)
+    copy = copy_of(loader)
+    vars(copy).update(collate_fn=watch.collate, worker_init_fn=watch.begin)
+    return copy
+
+
+class _WorkerWatch:
+    """Stands for ``collate_fn`` and ``worker_init_fn``: what comes last and first in a worker."""
+
+    def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None, exact: bool) -> None:
+        self._collate, self._init, self._exact = collate, init, exact
+
+    def begin(self, worker: int) -> None:
+        """Called in a worker before its first batch."""
+        if self._init is not None:
+            self._init(worker)
+        self._attributes = AttributeWatch((getattr(get_worker_info(), "dataset", None), self._collate))
+        held = self._attributes.generators if self._exact else []
+        looks = [*_global_draws(), *(_state_of(generator) for generator in held)] if self._exact else []
+        self._drawn = [(look, look()) for look in looks]
+
+    def collate(self, samples: Any) -> Any:
+        """The batch; raises UnfitForWorkersError where more was done than to make it."""
+        batch = self._collate(samples)
+        if (name := self._attributes.changed()) is not None:
+            raise UnfitForWorkersError(
+                f"its data set changes while it makes a batch ({name}), which workers would keep to themselves"
+            )
+        if any(look() != before for look, before in self._drawn):
+            raise UnfitForWorkersError(DRAWS)
+        return batch
 
 
 _PLAIN = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set)
+_AROUND_FUNCTIONS = (partial, types.MethodType, staticmethod, classmethod)
+_CONTAINERS = (list, tuple, dict, set, deque)
 _LEFT_OUT = (
     *(type, types.ModuleType, types.BuiltinFunctionType, weakref.ReferenceType),
     *(type(threading.Lock()), type(threading.RLock())),
@@ -379,6 +494,30 @@ def generators_now() -> list[bytes]:
     return [bytes(state.tolist()) if isinstance(state, torch.Tensor) else pickle.dumps(state) for state in states]
 
 
+def _global_draws() -> list[Callable[[], Any]]:
+    """For each global generator, what changes whenever somebody draws from it."""
+    of_numpy = getattr(sys.modules.get("numpy"), "random", None)
+    others = [] if of_numpy is None else [of_numpy.mtrand._rand]
+    return [_state_of(generator) for generator in (torch.default_generator, random._inst, *others)]
+
+
+def _state_of(generator: Any) -> Callable[[], Any]:
+    """Gives what changes with every draw: comparing whole states would take 100 us for each batch."""
+    if isinstance(generator, torch.Generator):
+        return lambda: generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+
+        def ends() -> Any:
+            _, words, gauss = generator.getstate()
+            return words[0], words[-1], gauss  # the last one counts the words that were drawn
+
+        return ends
+    bits = getattr(generator, "bit_generator", None) or getattr(generator, "_bit_generator", generator)
+    if type(bits).__name__ == "MT19937":
+        return lambda: ctypes.string_at(bits.ctypes.state_address, 4 * 625)
+    return lambda: pickle.dumps(bits.state)
+
+
 @contextlib.contextmanager
 def kept_generators(own: torch.Generator | None) -> Iterator[None]:
     """Restore the global generators, and the loader's ``own``, at the end."""
@@ -404,6 +543,17 @@ def file_positions() -> dict[tuple[int, str], int]:
         return {}
     to_read = (file for file in psutil.Process().open_files() if file.mode in ("r", "r+"))
     return {(file.fd, file.path): file.position for file in to_read if not file.path.startswith(NO_DATA)}
+
+
+def bytes_written() -> int:
+    """What this thread has written to files, pipes and sockets so far; 0 where that is not known."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/thread-self/io").read_text(encoding="ascii").splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("wchar:")))
+    return 0
 
 
 # ---------------------------------------------------------------------- the parts of a loader

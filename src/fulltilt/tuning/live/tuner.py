@@ -23,7 +23,16 @@ from fulltilt.errors import FulltiltError
 from fulltilt.figures import count, loader_settings
 from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.records import LiveMove, LiveRecord, Settings
-from fulltilt.tuning.live.batch_check import AttributeWatch, BatchCheck, reason_against, reason_of_sampler, short
+from fulltilt.tuning.live.batch_check import (
+    DRAWS,
+    AttributeWatch,
+    BatchCheck,
+    reason_against,
+    reason_in,
+    reason_of_sampler,
+    refusing,
+    short,
+)
 from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, best_of, decide, pays, pays_clearly
 from fulltilt.tuning.live.loader_pool import (
     IndexQueue,
@@ -217,7 +226,7 @@ class LoaderTuner:
         if self._is_checked:
             self._try(source)
         elif check.verdict == BatchCheck.RANDOM and self._process.exact:
-            self.leave_alone("its data set draws random numbers, which would differ in other workers (--exact)")
+            self.leave_alone(DRAWS)
         elif check.verdict not in (BatchCheck.SAME, BatchCheck.RANDOM):
             self.leave_alone(check.verdict)
         else:
@@ -399,13 +408,19 @@ class LoaderTuner:
             partial(self._process.session.loaders.start_workers, stats=self.stats) if metered else lambda start: start()
         )
         own = knobs == self.user and metered
-        return LoaderPool(source.loader, knobs, generator, self._iterate, meter, None if own else patience_s)
+        # The data set of a script without workers lives in the training process.
+        is_moved = knobs.num_workers and not self.user.num_workers
+        loader = refusing(source.loader, self._process.exact) if is_moved else source.loader
+        return LoaderPool(loader, knobs, generator, self._iterate, meter, None if own else patience_s)
 
     # ------------------------------------------------------------------ when something is wrong
 
     def replace_failed(self, source: SwitchingIterator, pool: LoaderPool, error: Exception) -> LoaderPool:
         """The pool that replaces a failed one: with the best settings so far, or the script's own."""
-        if pool.on_trial and self.phase is Phase.TRYING:
+        if (refused := reason_in(error)) is not None:
+            self.leave_alone(refused)
+            source.watch = None  # the batch that was refused has been made in the training process since
+        elif pool.on_trial and self.phase is Phase.TRYING:
             pool.on_trial = False
             self._trial_failed(source, short(error))
             if is_of_data_set(error) and not self.user.num_workers:
