@@ -58,6 +58,7 @@ MOST_STATE_BYTES = 32 << 20
 LARGE_ARRAY_BYTES = 1 << 20
 # Of its large arrays, half a millisecond for each MiB; beyond this, evenly spaced elements.
 MOST_ARRAY_BYTES = 64 << 20
+MOST_SPACED_ELEMENTS = 1 << 16  # each may lie on a page of its own
 DRAWS = "its data set draws random numbers, which would differ in other workers (--exact)"
 
 
@@ -121,9 +122,7 @@ class BatchCheck:
             if any(now.get(file, position) != position for file, position in positions.items()):
                 self.verdict = "its data set reads from an open file whose position workers would share"
             if written > written_before:
-                self.verdict = (
-                    "its data set writes while it makes a batch, and workers would write more often or at once"
-                )
+                self.verdict = "its data set writes files while it makes a batch, and workers would write at once"
         pickled = Pickled(batch)
         problem = pickled.problem or pickled.unusual
         if problem is not None:
@@ -260,7 +259,8 @@ class Pickled(pickle.Pickler):
         is_shared = isinstance(array, numpy.memmap) or isinstance(array.base, numpy.memmap)
         if is_shared or not (array.flags.writeable and array.flags.forc and self._array_bytes_left > 0):
             return int(array.nbytes)
-        step = math.ceil(array.nbytes / self._array_bytes_left)
+        is_whole = array.nbytes <= self._array_bytes_left
+        step = 1 if is_whole else math.ceil(array.size / MOST_SPACED_ELEMENTS)
         data = numpy.ascontiguousarray(array.ravel(order="K")[::step])
         self._array_bytes_left -= data.nbytes
         return zlib.crc32(data.view(numpy.uint8))
@@ -409,7 +409,12 @@ class AttributeWatch:
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    return type(now) is type(before) and type(now) in (int, float, str, bytes) and repr(now) == repr(before)
+    """Whether a value was assigned again that is the same as before."""
+    if now is before or type(now) is not type(before):
+        return now is before
+    if type(now) in (tuple, list):
+        return len(now) == len(before) and all(map(_is_same, now, before))
+    return type(now) in (int, float, str, bytes) and repr(now) == repr(before)
 
 
 class UnfitForWorkersError(Exception):
@@ -546,13 +551,13 @@ def file_positions() -> dict[tuple[int, str], int]:
 
 
 def bytes_written() -> int:
-    """What this thread has written to files, pipes and sockets so far; 0 where that is not known."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    """What this thread has written to files on a disk so far, in whole pages; 0 where that is not known.
+
+    What goes into sockets does not count: a data set may well ask a server.
+    """
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/thread-self/io").read_text(encoding="ascii").splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith("wchar:")))
+        return int(next(line.split()[1] for line in lines if line.startswith("write_bytes:")))
     return 0
 
 
