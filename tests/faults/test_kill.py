@@ -62,7 +62,7 @@ def test_killed_at_every_disk_call_of_the_protocol(
 
         def save(root: Path = root, saved: int = saved) -> None:
             write(root, snapshot(saved, metric=0.5))
-            checkpoint.delete_old(root, KeepPolicy(last=1, best=0))
+            checkpoint.delete_old(root, KeepPolicy(last=1, best=0), saved)
 
         died = killed_at(points + 1, save)
         checkpoint.prepare(root)

@@ -199,7 +199,7 @@ def test_files_of_others_survive_wherever_they_lie(root: Path) -> None:
     (root / ".partial-step-00000009-1" / "notes.txt").write_text("taken for a leftover?")
     checkpoint.write(root, snapshot(2, metric=0.5))
     checkpoint.write(root, snapshot(3))
-    checkpoint.delete_old(root, KeepPolicy(last=1, best=0))
+    checkpoint.delete_old(root, KeepPolicy(last=1, best=0), 3)
     checkpoint.prepare(root)
     found = sorted(path.read_text().split()[0] for path in root.rglob("notes.txt"))
     assert found == ["deleted", "replaced", "taken"]
@@ -211,7 +211,7 @@ def test_a_folder_of_somebody_else_is_not_deleted_as_old(root: Path) -> None:
     theirs.rename(root / "copy")
     shutil.copytree(root / "copy", theirs)
     checkpoint.write(root, snapshot(2))
-    assert checkpoint.delete_old(root, KeepPolicy(last=1, best=0)) == []
+    assert checkpoint.delete_old(root, KeepPolicy(last=1, best=0), 2) == []
     checkpoint.verify(theirs)
 
 
@@ -261,6 +261,21 @@ def test_the_background_writer_freezes_first_and_keeps_by_policy(root: Path) -> 
     assert [path.name for path in checkpoint.folders(root)] == ["step-00000004", "step-00000003"]
     assert checkpoint.load(root / "step-00000004")[0]["w"].unique().tolist() == [4]
     assert writer.longest_save_s > 0
+
+
+def test_damaged_later_checkpoint_keeps_no_place_until_it_is_replaced(root: Path) -> None:
+    """Seen to fail: ranked as the newest and the best, step 40 had steps 20 and 30 deleted as soon as written."""
+    for step, metric in ((10, 0.1), (40, 0.9)):
+        checkpoint.write(root, snapshot(step, metric))
+    damaged = root / "step-00000040" / checkpoint.MODEL_FILE
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    writer = Writer(root, KeepPolicy(last=1, best=1))
+    for step, kept in ((20, {20, 10, 40}), (30, {30, 10, 40}), (40, {40, 10})):
+        writer.save(snapshot(step, 0.1 - step / 1000), background=False)
+        assert {int(path.name.removeprefix("step-")) for path in checkpoint.folders(root)} == kept
+        found = newest_complete(root).checkpoint
+        assert found is not None
+        assert found.step == step
 
 
 def test_space_for_all_kept_and_one_more_is_asked_before_step_0(root: Path) -> None:

@@ -250,11 +250,13 @@ def _seal(body: dict[str, Any]) -> bytes:
     return (json.dumps({**body, "manifest_sha256": checksum}, indent=1) + "\n").encode()
 
 
-def delete_old(root: Path, policy: KeepPolicy) -> list[int]:
-    """Delete what the policy does not keep, and return those steps. Called only after a newer one is complete."""
+def delete_old(root: Path, policy: KeepPolicy, saved: int) -> list[int]:
+    """Delete what the policy does not keep of the steps up to ``saved``, which is complete; return those steps."""
     folder = _owner(root)
-    # A damaged one stays where it is: it may be all the user has.
-    doomed = [step for step in steps_to_delete(described(root), policy) if folder.owns(root / folder_name(step))]
+    # A later one was refused by the resume; it stays until its step is reached again, and keeps no place. One whose
+    # manifest is damaged stays too: it may be all the user has.
+    known = [one for one in described(root) if one.step <= saved]
+    doomed = [step for step in steps_to_delete(known, policy) if folder.owns(root / folder_name(step))]
     with refusals_told(root):
         for step in doomed:
             _delete(root / folder_name(step), folder_name(step))
@@ -503,7 +505,7 @@ class Writer:
             group = None if self.mesh is None else self.mesh.get_group()
             self.newest = write(self.root, snapshot) if group is None else write_shards(self.root, snapshot, group)
             if self.newest is not None:  # else this is not the first rank
-                delete_old(self.root, self.policy)
+                delete_old(self.root, self.policy, self.newest.step)
         except BaseException as error:  # raised on the training thread, by `check`
             self._error = error
         self.longest_save_s = max(self.longest_save_s, time.monotonic() - begun)
