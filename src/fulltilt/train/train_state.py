@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from fulltilt.train.metrics import EpochTotals
 from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.random_states import RandomStates
 from fulltilt.train.step import Stepper
-from fulltilt.train.weight_import import compare
+from fulltilt.train.weight_import import WeightMatch, compare
 
 # Restored by a rollback; the rest (progress, guard) goes on.
 WEIGHT_PARTS = ("optimizer", "ema", "loss_scale")
@@ -91,41 +92,82 @@ class KeptSettings:
 
 
 class OptimizerState:
-    """An optimizer whose moments are sharded as its parameters are, however the checkpoint has them."""
+    """An optimizer whose moments go by the names of their parameters, and are sharded as these are."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kept: KeptSettings, warn: Callable[[str], None]) -> None:
-        self.optimizer, self._kept, self._warn = optimizer, kept, warn
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        kept: KeptSettings,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.optimizer, self._model, self._kept, self._warn = optimizer, model, kept, warn
+
+    @property
+    def _names(self) -> list[list[str]]:
+        """The parameters of each group. Of several names the first by alphabet, whatever the order in the model."""
+        named = sorted(self._model.named_parameters(remove_duplicate=False), reverse=True)
+        known = {id(p): name for name, p in named}
+        number = itertools.count()
+        groups = self.optimizer.param_groups
+        return [[known.get(id(p)) or f"unnamed {next(number)}" for p in group["params"]] for group in groups]
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
-        return {"kind": type(self.optimizer).__name__, **self.optimizer.state_dict()}
+        kind = type(self.optimizer).__name__
+        return {"kind": kind, "param_names": self._names, **self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From the checkpoint; with a warning, nothing is taken from another kind of optimizer."""
         own = type(self.optimizer).__name__
         kind = state.get("kind", own)
         groups = self.optimizer.param_groups
-        if kind != own or [len(g["params"]) for g in groups] != [len(g["params"]) for g in state["param_groups"]]:
-            what = f"of {kind}, not {own}" if kind != own else "for other groups of parameters"
+        matched = _matched(state, self._names) if kind == own else None
+        if matched is None:
+            what = f"of {kind}, not {own}" if kind != own else _other_parameters(state, self._names)
             self._warn(f"the optimizer starts from nothing: the checkpoint's is {what}")
             return
-        parameters = [p for group in groups for p in group["params"]]
+        places = [place for group in matched for place in group["params"]]
+        parameters = dict(zip(places, (p for group in groups for p in group["params"]), strict=True))
         # Flags such as fused and amsgrad stay the job's, since they decide what state there is; so do settings that
         # were changed since the checkpoint.
-        ours = {"lr_factor", *{"weight_decay", "momentum"}.intersection(self._kept.changed)}
+        ours = {"lr_factor", "param_names", *{"weight_decay", "momentum"}.intersection(self._kept.changed)}
         own_values = [{k: v for k, v in group.items() if k in ours or isinstance(v, bool)} for group in groups]
         entries = {
             index: {name: _as_parameter(name, value, parameters[index]) for name, value in entry.items()}
             for index, entry in state["state"].items()
-            if index < len(parameters)
+            if index in parameters
         }
         of_torch = type(self.optimizer).__module__.startswith("torch.optim")
         if of_torch and len({frozenset(entry) for entry in entries.values() if entry}) > 1:
             raise ValueError("some parameters have less state than others")
-        saved = [{**own, **group} for own, group in zip(groups, state["param_groups"], strict=True)]
+        saved = [{**own, **group} for own, group in zip(groups, matched, strict=True)]
         self.optimizer.load_state_dict({"param_groups": saved, "state": entries})
         for group, values in zip(self.optimizer.param_groups, own_values, strict=True):
             group.update(values)
+
+
+def _matched(state: dict[str, Any], names: list[list[str]]) -> list[dict[str, Any]] | None:
+    """The checkpoint's groups in the order of ``names``, or in its own if it has none; None if they do not fit."""
+    groups: list[dict[str, Any]] = state["param_groups"]
+    if "param_names" not in state:
+        return groups if [len(group["params"]) for group in groups] == list(map(len, names)) else None
+    saved = zip(state["param_names"], groups, strict=True)
+    left = [(dict(zip(named, group["params"], strict=True)), group) for named, group in saved]
+    matched = []
+    for wanted in names:
+        at = next((at for at, (places, _) in enumerate(left) if places.keys() == set(wanted)), None)
+        if at is None:
+            return None
+        places, group = left.pop(at)
+        matched.append({**group, "params": [places[name] for name in wanted]})
+    return None if left else matched
+
+
+def _other_parameters(state: dict[str, Any], names: list[list[str]]) -> str:
+    saved, own = set(itertools.chain(*state.get("param_names", names))), set(itertools.chain(*names))
+    lines = WeightMatch("", (), tuple(sorted(own - saved)), tuple(sorted(saved - own)), ()).lines(3)[1:]
+    return f"for other parameters: {'; '.join(lines)}" if lines else "for other groups of parameters"
 
 
 # Of torch's optimizers; others keep moments in other forms.
@@ -265,7 +307,7 @@ class TrainState:
         parts: dict[str, Stateful] = {
             "progress": self.progress,
             "settings": self.kept_settings,  # before the optimizer, which goes by what has changed
-            "optimizer": OptimizerState(self.stepper.optimizer, self.kept_settings, self.screen.warn),
+            "optimizer": OptimizerState(self.stepper.optimizer, self.model, self.kept_settings, self.screen.warn),
             "loss_scale": self.stepper.scale,
             "random": RandomStates(self.group),
             "totals": self.totals,
