@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 
@@ -167,6 +168,46 @@ def test_a_copy_that_another_job_reads_stays_until_the_last(data, tmp_path):
     one.clean()
     same(data, other.path)
     other.clean()
+    assert not other.folder.exists()
+
+
+@pytest.fixture
+def outdated(data, tmp_path, monkeypatch):
+    """A copy that nobody reads, of data from which samples and a folder were removed since."""
+    with monkeypatch.context() as patch:
+        patch.setattr(OwnedFolder, "remove_all", lambda self: False)
+        stage_dir(data, tmp_path / "stage", when="always").clean()
+    (data / "class1" / "1.bin").unlink()
+    (data / "class1" / "4.bin").rename(data / "class0" / "4.bin")
+    shutil.rmtree(data / "class2")
+
+
+def test_what_the_source_no_longer_has_leaves_the_copy(data, tmp_path, outdated):
+    with stage_dir(data, tmp_path / "stage", when="always") as staged:
+        same(data, staged.path)
+        assert not (staged.path / "class2").exists()  # it would be a class without samples
+        assert "; 1 of 13 files copied" in staged.reason
+    assert not staged.folder.exists()
+
+
+def test_ranks_that_wait_for_the_copy_do_not_keep_old_files_in_it(data, tmp_path, outdated):
+    """Seen to fail: with one lock for those who wait and those who read, the copy was never alone."""
+    (copy,) = (tmp_path / "stage").iterdir()
+    waits = os.open(copy, os.O_RDONLY)
+    fcntl.flock(waits, fcntl.LOCK_SH)  # as a rank does before its turn
+    with stage_dir(data, tmp_path / "stage", when="always") as staged:
+        assert staged.staged
+        same(data, staged.path)
+    os.close(waits)
+
+
+def test_a_copy_that_another_job_reads_loses_no_file(data, tmp_path):
+    with stage_dir(data, tmp_path / "stage", when="always") as other:
+        (data / "class1" / "1.bin").unlink()
+        staged = stage_dir(data, tmp_path / "stage", when="always")
+        assert (staged.path, staged.staged) == (data, False)
+        assert "another job reads" in staged.reason
+        assert (other.path / "class1" / "1.bin").exists()
     assert not other.folder.exists()
 
 

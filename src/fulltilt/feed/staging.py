@@ -4,7 +4,7 @@
     <stage>/<name>-<key>/.fulltilt  the marker: what Fulltilt has put there, and may delete
 
 A complete file gets the time of its original: after an interruption the next run copies the files whose size or time
-differs.
+differs, and removes those that the source no longer has.
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ def stage_dir(
             f"staging needs {in_words(need)}; {stage_path} has {in_words(free)} free",
             "Stage to a larger file system, or train from the original folder.",
         )
-    copied, lock = _copy_all(source, target, files)
-    return StagedFolder(target / _FILES, target, f"{reason}; {copied} of {len(files)} files copied", [lock])
+    copied, locks = _copy_all(source, target, files)
+    if copied is None:
+        return StagedFolder(source, None, f"another job reads {target}, which has files that the source no longer has")
+    return StagedFolder(target / _FILES, target, f"{reason}; {copied} of {len(files)} files copied", locks)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class StagedFolder:
     path: Path
     folder: Path | None
     reason: str
-    _lock: list[int] = field(default_factory=list, repr=False, compare=False)  # a descriptor, until it is cleaned
+    _locks: list[int] = field(default_factory=list, repr=False, compare=False)  # descriptors, until it is cleaned
 
     @property
     def staged(self) -> bool:
@@ -109,12 +111,8 @@ class StagedFolder:
 
     def clean(self) -> None:
         """Delete the copy, never the original. Of several jobs or ranks that read it, the last one deletes it."""
-        while self.folder is not None and self._lock:
-            fd = self._lock.pop()
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gives up the shared lock in any case
-                OwnedFolder(self.folder).remove_all()
-            os.close(fd)
+        if self.folder is not None and self._locks:
+            _leave(OwnedFolder(self.folder), self._locks)
 
     def __enter__(self) -> StagedFolder:
         return self
@@ -128,8 +126,12 @@ class StagedFolder:
 _File = tuple[str, int, int]  # path relative to the folder, size, modification time in ns
 
 
-def _copy_all(source: Path, target: Path, files: list[_File]) -> tuple[int, int]:
-    """Copy what is missing; returns how many files, and a descriptor whose lock says that the copy is in use."""
+def _copy_all(source: Path, target: Path, files: list[_File]) -> tuple[int | None, list[int]]:
+    """Remove what the source no longer has and copy what is missing.
+
+    Returns how many files were copied, and two descriptors: the lock on the copy is held from before the copying, the
+    one on its files while they are read. None if another job reads a file that would have to be removed.
+    """
     # Everybody may write to /dev/shm: the folder must be private.
     owned = OwnedFolder.claim_private(target, "staged copy", flag="stage")
 
@@ -144,23 +146,50 @@ def _copy_all(source: Path, target: Path, files: list[_File]) -> tuple[int, int]
         os.utime(final, ns=(time_ns, time_ns))
 
     copied = {parent for name, _, _ in files for parent in (Path(name), *Path(name).parents)} - {Path()}
-    lock = os.open(target, os.O_RDONLY)
+    wanted = {_FILES, *(f"{_FILES}/{path}" for path in copied)}
+    locks = [os.open(target, os.O_RDONLY)]
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        fcntl.flock(locks[0], fcntl.LOCK_SH)
         with owned.locked("", wait=True), ThreadPoolExecutor(_COPIERS) as copiers:
+            locks.append(os.open(owned.make(_FILES), os.O_RDONLY))
+            present = (path.relative_to(target).as_posix() for path in (target / _FILES).rglob("*"))
+            stale = [name for name in present if name not in wanted and owned.owns(name)]
+            if stale and not _alone(locks[1]):
+                _leave(owned, locks)
+                return None, []
+            for name in stale:
+                owned.remove(name)
+            fcntl.flock(locks[1], fcntl.LOCK_SH)
             missing = _missing(target, files)
-            owned.announce(_FILES, *(f"{_FILES}/{path}" for path in copied))
+            owned.announce(*wanted)
             for _ in progress(copiers.map(copy, missing), len(missing), f"Staging {source.name}"):
                 pass
     except BaseException as error:
-        os.close(lock)
+        while locks:
+            os.close(locks.pop())
         if not isinstance(error, OSError):
             raise
         raise MachineError(
             f"staging to {target} failed: {error.strerror or error}",
             "The next run goes on with what was copied; free some space, or train from the original folder.",
         ) from error
-    return len(missing), lock
+    return len(missing), locks
+
+
+def _alone(lock: int) -> bool:
+    """Whether no other job holds a lock there; gives up the shared lock in any case."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _leave(copy: OwnedFolder, locks: list[int]) -> None:
+    """Give up the locks on a copy; the last job deletes it."""
+    if _alone(locks[0]):
+        copy.remove_all()
+    while locks:
+        os.close(locks.pop())
 
 
 def _missing(target: Path, files: list[_File]) -> list[_File]:

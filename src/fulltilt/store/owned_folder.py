@@ -253,7 +253,8 @@ class OwnedFolder:
         if not self.owns(name):
             return False
         self._update()
-        below = sorted((other for other in list(self._entries) if other.startswith(name + "/")), reverse=True)
+        others = list(self._entries) if _is_folder(path) else []
+        below = sorted((other for other in others if other.startswith(name + "/")), reverse=True)
         gone = []
         for inner in [*below, name]:
             if not os.path.lexists(self.path / inner):
