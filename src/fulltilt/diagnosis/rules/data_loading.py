@@ -467,20 +467,18 @@ def input_handover(evidence: Evidence) -> Judgement:
         number_of = loader.batch_tensors or 0
         tensors = f", in {count('tensor', number_of)}" if number_of > 1 else ""
         facts.append(f"a batch has {size(loader.batch_bytes)} ({loader.batch_kind or 'of unknown type'}{tensors})")
-    fix, promised = _lighter_handover(evidence, loader, supply), gain_without_wait(evidence)
-    if fix is not None and fix.startswith(_NO_WORKERS) and evidence.crowded_by_workers:
+    promised = gain_without_wait(evidence)
+    fix, without_workers = _lighter_handover(evidence, loader, supply)
+    if without_workers and evidence.crowded_by_workers:
         # Without workers compute has their CPUs as well: how fast it then is was not measured.
         alone_s = (supply.fetch_s - supply.queue_s) * loader.batches
         promised = gain(promised[0], max(promised[1], amdahl(evidence.share(evidence.drawing_s - alone_s))))
     if (many := _many_tensors(loader)) is not None:
-        fix = f"{many} {fix}" if fix is not None and fix.startswith(_NO_WORKERS) else many
+        fix = f"{many} {fix}" if without_workers else many
     elif fix is None:
         # At most their idle time is to win, and nothing if every worker gets its share of slow batches.
         fix, promised = _sooner_batches(evidence, loader), gain(1.0, amdahl(supply.idle_share), cap=promised[1])
     return _waiting(evidence, "input_handover", facts, fix, loader.where, promised)
-
-
-_NO_WORKERS = "Fetch without workers: "
 
 
 def _many_tensors(loader: LoaderRecord) -> str | None:
@@ -494,8 +492,8 @@ def _many_tensors(loader: LoaderRecord) -> str | None:
     )
 
 
-def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) -> str | None:
-    """How to make the hand-over cheaper; None where it costs hardly anything."""
+def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) -> tuple[str | None, bool]:
+    """How to make the hand-over cheaper, None where it costs hardly anything; and whether by having no workers."""
     costly = max(supply.handover_main_share, supply.handover_worker_share) >= THRESHOLDS.handover_share / 2
     collate = loader.collate or "the collate function"
     wait_s = loader.wait_s / loader.batches
@@ -504,16 +502,16 @@ def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) 
         return (
             f"Let {collate}{at(loader.where)} return tensors (torch.from_numpy, torch.stack): they pass through shared "
             "memory; everything else is pickled, sent through a pipe and rebuilt."
-        )
+        ), False
     if alone_s <= THRESHOLDS.cheap_fetch_share * wait_s:
         alone = f"fetching a batch takes {seconds(alone_s)}, waiting for a worker's {seconds(wait_s)}"
-        return f"{_NO_WORKERS}{rewritten(evidence, loader, num_workers=0)}{at(loader.where)}; {alone}."
+        return f"Fetch without workers: {rewritten(evidence, loader, num_workers=0)}{at(loader.where)}; {alone}.", True
     if costly:
         return (
             f"Send fewer and smaller tensors{at(loader.where)}: only the fields that the training uses, stacked by "
             f"{collate}, in the smallest type that holds them, converted after the batch has arrived."
-        )
-    return None
+        ), False
+    return None, False
 
 
 def _sooner_batches(evidence: Evidence, loader: LoaderRecord) -> str:
