@@ -318,27 +318,30 @@ def run_cod(bench: Bench) -> None:
 # --------------------------------------------------------------------------- CLIP
 
 
-def run_clip(bench: Bench) -> None:
-    """CLIP ViT-B/32, 224 px, batches of 256 and 1024."""
+def clip_model(small: bool) -> nn.Module:
+    """ViT-B/32 with random weights, or a tiny one."""
     from transformers import CLIPConfig, CLIPModel
 
-    if bench.smoke:
-        small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-        config = CLIPConfig(
-            text_config=small, vision_config={**small, "image_size": 32, "patch_size": 16}, projection_dim=16
-        )
-    else:
-        config = CLIPConfig()  # ViT-B/32
+    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**tiny, "image_size": 32, "patch_size": 16}
+    config = CLIPConfig(text_config=tiny, vision_config=vision, projection_dim=16) if small else CLIPConfig()
+    model: nn.Module = CLIPModel(config)
+    return model
+
+
+def clip_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The model's own, over pictures and token ids."""
+    images, tokens = batch
+    loss: torch.Tensor = model(input_ids=tokens, pixel_values=images.contiguous(), return_loss=True).loss
+    return loss
+
+
+def run_clip(bench: Bench) -> None:
+    """CLIP ViT-B/32, 224 px, batches of 256 and 1024."""
     size, count = (32, 24) if bench.smoke else (224, 6144)
     files = make_images(bench.folder, count, *((48, 48) if bench.smoke else (400, 300)), masks=False)
-    model = CLIPModel(config).to(bench.device)
-
-    def loss_of(network: nn.Module, batch: Any) -> torch.Tensor:
-        images, tokens = batch
-        loss: torch.Tensor = network(input_ids=tokens, pixel_values=images.contiguous(), return_loss=True).loss
-        return loss
-
-    step = trainer(model, loss_of, bench.device)
+    model = clip_model(bench.smoke).to(bench.device)
+    step = trainer(model, clip_loss, bench.device)
     jobs = [
         ImageJob(bench, f"clip_b{batch_size}", files, size, batch_size, step, flips())
         for batch_size in ((4, 8) if bench.smoke else (256, 1024))

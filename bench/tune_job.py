@@ -1,6 +1,6 @@
 """The two jobs that are tuned, COD and CLIP, as scripts that people start: JPEG files, a DataLoader without workers.
 
-    python bench/tunebench/job.py cod FOLDER [--small]
+    python bench/tune_job.py cod FOLDER [--small]
 
 ``--small`` is for trial runs on a CPU: tiny networks, and a wait instead of decoding.
 """
@@ -8,21 +8,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from feedbench.images import MEAN, STD, Images, Segmenter, clip_loss, clip_model, make_images
+from feedbench.measuring import Step, trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from feedbench.images import Images, Segmenter, make_images
-from feedbench.measuring import Step, trainer
-
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 # With --small each sample waits this long, so that workers pay on any machine.
 SMALL_WAIT_S = 0.004
 
@@ -42,11 +37,11 @@ class Endless(Images):
         time.sleep(self.wait_s)
         pixels, other = super().__getitem__(number)
         pixels = pixels.flip(-1) if number % 2 else pixels
-        return normalize(pixels.float() / 255, MEAN, STD), other
+        return normalize(pixels.float() / 255, list(MEAN), list(STD)), other
 
 
 class Job(NamedTuple):
-    """One job, ready to train. ``network`` makes another model of the same kind."""
+    """One job, ready to train."""
 
     name: str
     data: Endless
@@ -67,20 +62,11 @@ def pictures(name: str, folder: Path, small: bool) -> list[tuple[str, str | None
 def network(name: str, small: bool) -> nn.Module:
     if name == "cod":
         return nn.Conv2d(3, 1, 3, padding=1) if small else Segmenter("edgenext_base")
-    from transformers import CLIPConfig, CLIPModel
-
-    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = {**tiny, "image_size": 32, "patch_size": 16}
-    return CLIPModel(CLIPConfig(text_config=tiny, vision_config=vision, projection_dim=16) if small else CLIPConfig())
+    return clip_model(small)
 
 
 def cod_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.binary_cross_entropy_with_logits(model(batch[0]).float(), (batch[1] > 127).float())
-
-
-def clip_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    loss: torch.Tensor = model(input_ids=batch[1], pixel_values=batch[0], return_loss=True).loss
-    return loss
 
 
 def make(name: str, folder: Path, device: torch.device, small: bool) -> Job:

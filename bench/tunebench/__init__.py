@@ -1,1 +1,0 @@
-"""Parts of bench/tune.py."""
