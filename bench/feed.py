@@ -5,7 +5,7 @@
     python bench/feed.py --jobs clip --budget-s 300   under 310 s
     python bench/feed.py --smoke                      tiny models on the CPU: does the benchmark itself work?
 
-torch is imported once; each job then runs in a fork that has the GPU to itself and writes its figures as it gets them
+Each job runs in a process of its own, which has the GPU to itself, and writes its figures as it gets them
 (OUT.<job>.json), so that a job that fails or overruns loses only what it had not measured yet. Figures with a target
 come first. Rates are samples per second, by the wall clock, the device drained at both ends. "compute-only" is the
 same step on a batch that is already on the device, measured in turn with the fed one.
@@ -14,21 +14,16 @@ same step on a batch that is already on the device, measured in turn with the fe
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
-import importlib
 import io
 import json
-import os
-import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-from children import process_start_s, versions
-from feedbench.decode import run_decode
+from children import measured_in_child, process_start_s, versions
 from feedbench.images import run_clip, run_cod
 from feedbench.measuring import Bench, shown
 from feedbench.text import run_text
@@ -36,16 +31,9 @@ from feedbench.windows import run_hdf5
 
 from fulltilt.feed.worker_pool import default_workers
 
-RUN = {"cod": run_cod, "hdf5": run_hdf5, "clip": run_clip, "text": run_text, "decode": run_decode}
-# Seconds a job may take at most, compilation included; all together they end before --budget-s.
-BUDGET_S = {"cod": 265, "hdf5": 150, "clip": 300, "text": 80, "decode": 40}
-# Imported once for all forks, before any of them touches the GPU.
-IMPORTED = {
-    "cod": ("timm",),
-    "clip": ("transformers.models.clip.modeling_clip",),
-    "text": ("transformers.models.bert.modeling_bert",),
-    "hdf5": ("h5py",),
-}
+RUN = {"cod": run_cod, "hdf5": run_hdf5, "clip": run_clip, "text": run_text}
+# Seconds a job may take at most, imports and compilation included; all together they end before --budget-s.
+BUDGET_S = {"cod": 265, "hdf5": 150, "clip": 300, "text": 80}
 # Rows that begin too late are left out; one that overruns is ended so much after its budget.
 GRACE_S = 8
 TARGETS = {
@@ -66,17 +54,7 @@ HOST_CPU_PCT_AT_MOST = 40.0
 
 def measure(job: str, out: Path, budget_s: float, arguments: argparse.Namespace) -> int:
     """Run one job in this process; returns its exit code."""
-    workers = [int(number) for number in arguments.workers.split(",")]
-    parts = arguments.parts.split(",")
-    bench = Bench(
-        out,
-        budget_s,
-        smoke=arguments.smoke,
-        workers=workers,
-        parts=parts,
-        flips_only=arguments.flips_only,
-        turns=arguments.turns,
-    )
+    bench = Bench(out, budget_s, arguments)
     try:
         bench.note("machine", "versions", {**versions(PACKAGES), "workers": default_workers()})
         RUN[job](bench)
@@ -115,39 +93,6 @@ def _line(job: str, name: str, wanted: str, measured: float | None, met: Any) ->
     return f"{job:<11} {name:<34} {wanted:>14} {verdict:>16}"
 
 
-def measured_in_fork(job: str, budget_s: float, arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
-    """One job in a fork, a session of its own that is ended with all of its workers: figures, and what went wrong."""
-    out = Path(arguments.out).with_suffix(f".{job}.json")
-    out.unlink(missing_ok=True)
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.setsid()
-            faulthandler.enable()
-            faulthandler.register(signal.SIGUSR1)  # where it is, when it has to be ended
-            code = measure(job, out, budget_s, arguments)
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    problem = None
-    deadline_s = time.monotonic() + budget_s + GRACE_S
-    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    if ended[0] == 0:
-        problem = f"ran past {budget_s + GRACE_S:.0f} s"
-        os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)
-    elif code := os.waitstatus_to_exitcode(ended[1]):
-        problem = f"exit code {code}"
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    if ended[0] == 0:
-        os.waitpid(pid, 0)
-    return json.loads(out.read_text()) if out.exists() else {}, problem
-
-
 def main() -> int:
     """Run the jobs asked for, print the table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -159,23 +104,27 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=24, help="how often fed and compute-only take turns, at least")
     parser.add_argument("--budget-s", type=float, default=280.0, help="seconds for all jobs together")
     parser.add_argument("--smoke", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--child", choices=RUN, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.workers = "1"
+    if arguments.child:
+        faulthandler.dump_traceback_later(arguments.budget_s)  # where it is, before it is ended
+        left_s = process_start_s() + arguments.budget_s - time.monotonic()
+        return measure(arguments.child, Path(arguments.out), left_s, arguments)
     chosen = [job for job in arguments.jobs.split(",") if job]
     if unknown := set(chosen) - set(RUN):
         parser.error(f"unknown jobs: {', '.join(sorted(unknown))}")
-    if arguments.smoke:
-        arguments.workers = "1"
     result: dict[str, Any] = {"versions": {}, "command": sys.argv, "jobs": {}, "problems": {}}
-    for module in (module for job in chosen for module in IMPORTED.get(job, ())):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
     deadline_s = process_start_s() + arguments.budget_s
     for job in chosen:
         left_s = deadline_s - GRACE_S - time.monotonic()
         if left_s < 10:
             result["problems"][job] = "no time left"
             continue
-        figures, problem = measured_in_fork(job, min(BUDGET_S[job], left_s), arguments)
+        budget_s, out = min(BUDGET_S[job], left_s), Path(arguments.out).with_suffix(f".{job}.json")
+        given = [*sys.argv[1:], "--child", job, "--out", str(out), "--budget-s", str(budget_s)]
+        figures, problem = measured_in_child(__file__, given, out, budget_s + GRACE_S)
         result["versions"] = figures.pop("machine", {}).get("versions", result["versions"])
         result["jobs"].update(figures)
         if problem is not None:
@@ -189,6 +138,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Asking for a GPU through the runtime, as imports may do, would spoil it for the forks.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     sys.exit(main())

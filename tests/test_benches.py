@@ -81,11 +81,11 @@ def test_recipes(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    "job", ["hdf5", *(pytest.param(job, marks=pytest.mark.slow) for job in ("cod", "clip", "text", "decode"))]
+    "job", ["hdf5", *(pytest.param(job, marks=pytest.mark.slow) for job in ("cod", "clip", "text"))]
 )
 @pytest.mark.slow
 def test_feed(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, not in the fork that gives a job its GPU: torch's threads do not outlive one."""
+    """In this process, as the benchmark's own child runs it."""
     feed = importlib.import_module("feed")
     arguments = argparse.Namespace(workers="1", parts="stock,tiers", smoke=True, flips_only=False, turns=2)
     out = tmp_path / "feed.json"
@@ -93,5 +93,5 @@ def test_feed(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     figures = json.loads(out.read_text())
     assert figures.pop("machine")["versions"]["torch"]
     assert not [name for part in figures.values() for name in part if name.endswith("failed")]
-    assert figures if job == "decode" else all(part["fed_over_compute"] > 0.0 for part in figures.values())
+    assert all(part["fed_over_compute"] > 0.0 for part in figures.values())
     assert next(iter(figures)) in feed.table(figures)

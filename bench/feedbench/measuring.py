@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
@@ -34,24 +35,10 @@ Step = Callable[[Any], None]
 class Bench:
     """What one job needs: the device, the sizes of a smoke run or a real one, and somewhere to note figures."""
 
-    def __init__(
-        self,
-        out: Path,
-        budget_s: float,
-        *,
-        smoke: bool,
-        workers: list[int],
-        parts: list[str],
-        flips_only: bool,
-        turns: int,
-    ) -> None:
-        self.out = out
-        self.turns = turns
-        self.smoke = smoke
-        self.flips_only = flips_only
-        self.workers = workers
-        self.parts = parts
-        self.device = torch.device("cpu" if smoke or not torch.cuda.is_available() else "cuda")
+    def __init__(self, out: Path, budget_s: float, asked: argparse.Namespace) -> None:
+        self.out, self.smoke, self.turns, self.flips_only = out, asked.smoke, asked.turns, asked.flips_only
+        self.workers, self.parts = [int(number) for number in asked.workers.split(",")], asked.parts.split(",")
+        self.device = torch.device("cpu" if self.smoke or not torch.cuda.is_available() else "cuda")
         self.began_s = time.monotonic()
         self.deadline_s = self.began_s + budget_s
         self.results: dict[str, dict[str, Any]] = {}
