@@ -165,7 +165,7 @@ def main() -> int:
         result["rows"][row], problem = measure(row, arguments)
         if problem is not None:
             doing = result["rows"][row].get("doing", "starting")
-            result["problems"][row] = f"{problem}, while it measured {doing}; {result['rows'][row].get('facts')}"
+            result["problems"][row] = f"{problem}, while it measured {doing}"
         if arguments.run:
             print(whole_run(row, result["rows"][row], smoke=arguments.smoke))
         Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")

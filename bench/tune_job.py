@@ -74,7 +74,7 @@ def make(name: str, folder: Path, device: torch.device, small: bool) -> Job:
     data = Endless(pictures(name, folder, small), size)
     data.wait_s = SMALL_WAIT_S if small else 0.0
     model = network(name, small).to(device)
-    return Job(name, data, batch_size, trainer(model, cod_loss if name == "cod" else clip_loss, device))
+    return Job(name, data, batch_size, trainer(model, cod_loss if name == "cod" else clip_loss))
 
 
 def main() -> None:

@@ -301,7 +301,7 @@ def run_cod(bench: Bench) -> None:
         outputs = network(images.contiguous(memory_format=torch.channels_last))
         return nn.functional.binary_cross_entropy_with_logits(outputs.float(), (masks > 127).float())
 
-    step = trainer(compiled, loss_of, bench.device)
+    step = trainer(compiled, loss_of)
     job = ImageJob(bench, "cod", files, size, batch_size, step, flips() if bench.flips_only else cod_chain())
     job.resident()
     if "tiers" in bench.parts:
@@ -341,7 +341,7 @@ def run_clip(bench: Bench) -> None:
     size, count = (32, 24) if bench.smoke else (224, 6144)
     files = make_images(bench.folder, count, *((48, 48) if bench.smoke else (400, 300)), masks=False)
     model = clip_model(bench.smoke).to(bench.device)
-    step = trainer(model, clip_loss, bench.device)
+    step = trainer(model, clip_loss)
     jobs = [
         ImageJob(bench, f"clip_b{batch_size}", files, size, batch_size, step, flips())
         for batch_size in ((4, 8) if bench.smoke else (256, 1024))

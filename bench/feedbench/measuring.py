@@ -150,24 +150,10 @@ class Bench:
     def _turn(
         self, step: Step, stream: Iterator[Any], size: Callable[[Any], int], seconds: float, workers: int = 1
     ) -> float:
-        """Samples per second of a stretch, the device drained at both ends and now and then on the way.
-
-        Workers begin together and so deliver together, as many batches as there are workers: only whole rounds count.
-        """
+        """Samples per second of a stretch; of a loader with workers at least some rounds."""
         seconds = min(seconds, 0.2) if self.smoke else seconds
-        self.drain()
-        began, samples, steps, drain_at = time.perf_counter(), 0, 0, 8
         least = 1 if self.smoke or workers == 1 else LEAST_ROUNDS * workers
-        while steps < least or steps % workers or time.perf_counter() - began < seconds:
-            batch = next(stream)
-            step(batch)
-            samples += size(batch)
-            steps += 1
-            if steps == drain_at:  # the host runs seconds ahead of a GPU that it gives whole graphs
-                self.drain()
-                drain_at += max(1, int(AHEAD_S * steps / (time.perf_counter() - began)))
-        self.drain()
-        return samples / (time.perf_counter() - began)
+        return samples_per_s(step, stream, size, seconds, self.device, workers, least)
 
     def close(self) -> None:
         """Remove the files."""
@@ -213,17 +199,68 @@ def on_device(loader: DataLoader[Any], device: torch.device) -> Iterator[Any]:
         yield [part.to(device, non_blocking=True) for part in batch]
 
 
-def trainer(model: Any, loss_of: Callable[[Any, Any], torch.Tensor], device: torch.device) -> Step:
-    """One training step in bf16 with AdamW, replayed from CUDA graphs; nothing in it waits for the GPU."""
-    if device.type == "cuda":
-        GraphedModel(getattr(model, "_orig_mod", model), model, print)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+def samples_per_s(
+    step: Step,
+    stream: Iterator[Any],
+    size: Callable[[Any], int],
+    seconds: float,
+    device: torch.device,
+    together: int = 1,
+    least: int = 1,
+) -> float:
+    """Samples per second of a stretch of ``least`` steps or more, the device drained at both ends and on the way.
+
+    Workers begin together and so deliver together: of ``together`` steps only whole rounds count.
+    """
+    drain(device)
+    began_s, samples, steps, drain_at = time.perf_counter(), 0, 0, 8
+    while steps < least or steps % together or time.perf_counter() - began_s < seconds:
+        batch = next(stream)
+        step(batch)
+        samples += size(batch)
+        steps += 1
+        if steps == drain_at:  # the host runs seconds ahead of a GPU that it gives whole graphs
+            drain(device)
+            drain_at += max(1, int(AHEAD_S * steps / (time.perf_counter() - began_s)))
+    drain(device)
+    return samples / (time.perf_counter() - began_s)
+
+
+def plain_step(
+    model: Any,
+    loss_of: Callable[[Any, Any], Any],
+    *,
+    lr: float = 1e-4,
+    clip_norm: float | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Step:
+    """A training step as one writes it by hand: autocast on a GPU, clipping, fused AdamW; fp16 with its scaler.
+
+    Nothing in it waits for the GPU.
+    """
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(parameters, lr=lr, fused=on_gpu)
+    scaler = torch.amp.GradScaler(device.type, enabled=on_gpu and dtype == torch.float16)
 
     def step(batch: Any) -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = loss_of(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, dtype, enabled=on_gpu):
+            outcome = loss_of(model, batch)
+        value = outcome[0] if isinstance(outcome, tuple) else outcome
+        scaler.scale(value).backward()  # type: ignore[no-untyped-call, unused-ignore]
+        if clip_norm is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
 
     return step
+
+
+def trainer(model: Any, loss_of: Callable[[Any, Any], torch.Tensor]) -> Step:
+    """The plain step of a model that is on its device, replayed from CUDA graphs there."""
+    if next(model.parameters()).device.type == "cuda":
+        GraphedModel(getattr(model, "_orig_mod", model), model, print)
+    return plain_step(model, loss_of, lr=1e-5)

@@ -53,7 +53,7 @@ def run_text(bench: Bench) -> None:
     flat = torch.randint(5, 30_000, (sum(lengths),), generator=generator)
     sequences = [part.tolist() for part in torch.split(flat, lengths)]
     bench.note("text", "mean_tokens", sum(lengths) / count)
-    step = trainer(model, lambda network, batch: network(**batch).loss, bench.device)
+    step = trainer(model, lambda network, batch: network(**batch).loss)
 
     def size(batch: Any) -> int:
         return len(batch["labels"])

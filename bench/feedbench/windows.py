@@ -54,7 +54,7 @@ def run_hdf5(bench: Bench) -> None:
         windows, labels = batch
         return nn.functional.binary_cross_entropy_with_logits(network(windows.transpose(1, 2))[:, 0].float(), labels)
 
-    step = trainer(compiled, loss_of, bench.device)
+    step = trainer(compiled, loss_of)
     fixed = [(torch.randn(batch_size, 64, 16, device=bench.device), torch.zeros(batch_size, device=bench.device))]
     for _ in range(EAGER_FIRST + 2):
         step(fixed[0])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from feedbench.measuring import plain_step
 
 from fulltilt.recipes.carclip import CarClipOptions
 from fulltilt.recipes.carclip.trainer import build, contrastive_loss
@@ -19,7 +20,7 @@ from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import spread
 from fulltilt.recipes.synthetic.cars import CAPTIONS, COLUMNS, described, picture
 from fulltilt.train import Job, TrainSettings
-from recipebench.measuring import Bench, plain_step, stock_rate
+from recipebench.measuring import Bench, stock_rate
 from recipebench.turns import Turns, engine_turns, steps_of
 
 # A photo of a car from the web is about this large; made ones are drawn smaller and scaled up.
@@ -82,8 +83,7 @@ def compute_steps(bench: Bench, data: Path, batch: int) -> Callable[[int], int]:
         samples.tokens[:1, 0].repeat(batch, 1).to(device),
         torch.arange(batch, device=device),
     )
-    dtype = torch.bfloat16 if device.type == "cuda" else None
-    step = plain_step(bench.trained(job.model), compared, lr=2e-5, clip_norm=1.0, dtype=dtype)
+    step = plain_step(bench.trained(job.model), compared, lr=2e-5, clip_norm=1.0)
     return steps_of(step, parts, batch)
 
 
@@ -103,9 +103,8 @@ def usual_rate(bench: Bench, data: Path) -> float:
         prefetch_factor=STOCK_PREFETCH,
         pin_memory=bench.device.type == "cuda",
     )
-    dtype = torch.float16 if bench.device.type == "cuda" else None
-    step = plain_step(job.model.to(bench.device).train(), compared, lr=2e-5, dtype=dtype)
-    return stock_rate(loader, step, batch, bench.seconds(10), bench.device)
+    step = plain_step(job.model.to(bench.device).train(), compared, lr=2e-5, dtype=torch.float16)
+    return stock_rate(bench, loader, step, batch, 10)
 
 
 def compared(model: Any, parts: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from feedbench.measuring import plain_step
 from PIL import Image
 
 from fulltilt.feed.worker_pool import default_workers
@@ -19,7 +20,7 @@ from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import spread
 from fulltilt.recipes.synthetic.cod import draw
 from fulltilt.train import Job, TrainSettings
-from recipebench.measuring import Bench, plain_step, stock_rate
+from recipebench.measuring import Bench, stock_rate
 from recipebench.turns import Turns, engine_turns, steps_of
 
 # COD10K's pictures are about this large; made ones are drawn smaller and scaled up.
@@ -76,8 +77,7 @@ def compute_steps(bench: Bench, options: CodOptions, data: Path, batch: int) -> 
     job = build(Request(options, TrainSettings(), data, bench.work))
     images = torch.randn(batch, 3, options.img_size, options.img_size, device=bench.device)
     masks = (torch.rand(batch, 1, options.img_size, options.img_size, device=bench.device) > 0.8).to(torch.uint8)
-    dtype = torch.bfloat16 if bench.device.type == "cuda" else None
-    step = plain_step(bench.trained(job.model), job.loss, clip_norm=1.0, dtype=dtype)
+    step = plain_step(bench.trained(job.model), job.loss, clip_norm=1.0)
     return steps_of(step, (images, masks), batch)
 
 
@@ -93,8 +93,8 @@ def usual_rate(bench: Bench, options: CodOptions, data: Path) -> float:
         num_workers=1 if bench.smoke else STOCK_WORKERS,
         pin_memory=bench.device.type == "cuda",
     )
-    step = plain_step(model, job.loss, dtype=torch.float16 if bench.device.type == "cuda" else None)
-    return stock_rate(loader, step, STOCK_BATCH, bench.seconds(10), bench.device)
+    step = plain_step(model, job.loss, dtype=torch.float16)
+    return stock_rate(bench, loader, step, STOCK_BATCH, 10)
 
 
 class Repeated(torch.utils.data.Dataset[Any]):

@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
+from feedbench.measuring import plain_step
 
 from fulltilt.recipes.hdf5 import RECIPE, Hdf5Options
 from fulltilt.recipes.hdf5.data import FileShare, look
@@ -18,7 +19,7 @@ from fulltilt.recipes.hdf5.trainer import build, reader
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic.hdf5 import CHANNELS, CHUNK, STEPS
 from fulltilt.train import TrainSettings
-from recipebench.measuring import Bench, plain_step, stock_rate
+from recipebench.measuring import Bench, stock_rate
 from recipebench.turns import Turns, engine_turns, steps_of
 
 STOCK_BATCH, STOCK_WORKERS, STOCK_PREFETCH = 8192, 8, 16
@@ -67,7 +68,7 @@ def compute_steps(bench: Bench, batch: int) -> Callable[[int], int]:
         torch.randn(batch, STEPS, CHANNELS, device=bench.device),
         torch.arange(batch, device=bench.device) % 6 == 0,
     )
-    step = plain_step(model, loss, clip_norm=1.0, dtype=torch.bfloat16 if bench.device.type == "cuda" else None)
+    step = plain_step(model, loss, clip_norm=1.0)
     return steps_of(step, parts, batch)
 
 
@@ -85,8 +86,8 @@ def usual_rate(bench: Bench, data: Path) -> float:
         persistent_workers=True,
     )
     model = WindowNet(CHANNELS).to(bench.device).train()
-    step = plain_step(model, loss, dtype=torch.bfloat16 if bench.device.type == "cuda" else None)
-    return stock_rate(loader, step, batch, bench.seconds(12), bench.device)
+    step = plain_step(model, loss)
+    return stock_rate(bench, loader, step, batch, 12)
 
 
 def loss(model: Any, parts: Any) -> torch.Tensor:

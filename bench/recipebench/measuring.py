@@ -1,21 +1,21 @@
-"""What the rows share: their figures, rates with the device drained at both ends, a plain step, GPU samples."""
+"""What the rows share: their figures, the rate of a stock loader, GPU samples."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from children import IN_MEMORY, drain
+from children import IN_MEMORY
+from feedbench.measuring import endless, on_device, samples_per_s
 from torch.utils.data import DataLoader
 
 from fulltilt.probes.gpu import Gpus
@@ -37,7 +37,6 @@ class Bench:
         self.device = torch.device("cuda" if torch.cuda.is_available() and not smoke else "cpu")
         self.figures: dict[str, Any] = {}
         self._ends_s = time.monotonic() + budget_s
-        self.note("facts", {**facts(self.device), "compiled": compiles})
         self.work = Path(tempfile.mkdtemp(prefix="fulltilt-recipes-", dir=IN_MEMORY))
 
     def note(self, name: str, value: Any) -> None:
@@ -68,10 +67,6 @@ class Bench:
         """Seconds left of the row's budget."""
         return self._ends_s - time.monotonic()
 
-    def seconds(self, wanted: float) -> float:
-        """How long to measure: as wanted, or hardly at all in a smoke test."""
-        return 0.3 if self.smoke else wanted
-
     def trained(self, model: torch.nn.Module) -> Any:
         """The model on the device as the recipes train it: replayed from CUDA graphs, and compiled where asked for."""
         model = model.to(self.device).train()
@@ -85,83 +80,15 @@ class Bench:
         shutil.rmtree(self.work, ignore_errors=True)
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    """Interpreter, torch, device and machine of the process."""
-    on_gpu = device.type == "cuda"
-    return {
-        "pid": os.getpid(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if on_gpu else None,
-        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "kernel": platform.release(),
-    }
-
-
-def rate(step: Callable[[], int], seconds: float, device: torch.device, together: int = 1) -> float:
-    """Samples per second of ``step``, which returns how many it did.
-
-    Workers begin together and so deliver together: of ``together`` steps only whole rounds count.
-    """
-    for _ in range(max(5, together)):
-        step()
-    drain(device)
-    began_s, samples, steps = time.perf_counter(), 0, 0
-    while steps % together or time.perf_counter() - began_s < seconds:
-        samples += step()
-        steps += 1
-    drain(device)
-    return samples / (time.perf_counter() - began_s)
-
-
-def plain_step(
-    model: torch.nn.Module,
-    loss: Callable[[torch.nn.Module, Any], Any],
-    *,
-    lr: float = 1e-4,
-    clip_norm: float | None = None,
-    dtype: torch.dtype | None = torch.bfloat16,
-) -> Callable[[Any], None]:
-    """A training step as one writes it by hand: autocast, backward, clipping, fused AdamW; fp16 with its scaler."""
-    device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=device.type == "cuda")
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    parameters = list(model.parameters())
-
-    def step(batch: Any) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            outcome = loss(model, batch)
-        value = outcome[0] if isinstance(outcome, tuple) else outcome
-        scaler.scale(value).backward()  # type: ignore[no-untyped-call, unused-ignore]
-        if clip_norm is not None:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
-
-
 def stock_rate(
-    loader: DataLoader[Any], step: Callable[[Any], None], batch_size: int, seconds: float, device: torch.device
+    bench: Bench, loader: DataLoader[Any], step: Callable[[Any], None], batch_size: int, seconds: float
 ) -> float:
     """Samples per second over a stock loader, epoch after epoch; the first batches and their wait are not counted."""
-
-    def endless() -> Iterator[Any]:
-        while True:
-            yield from loader
-
-    batches = endless()
-
-    def once() -> int:
-        batch = next(batches)
-        step([part.to(device, non_blocking=True) for part in batch])
-        return batch_size
-
-    return rate(once, seconds, device, together=max(1, loader.num_workers))
+    stream = endless(partial(on_device, loader, bench.device))
+    for _ in range(max(5, loader.num_workers)):
+        step(next(stream))
+    seconds, together = 0.3 if bench.smoke else seconds, max(1, loader.num_workers)
+    return samples_per_s(step, stream, lambda _: batch_size, seconds, bench.device, together)
 
 
 @contextmanager

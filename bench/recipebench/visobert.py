@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from feedbench.measuring import plain_step
 
 from fulltilt.feed.text import tokenise
 from fulltilt.recipes.pretrained import trained_tokenizer
@@ -19,7 +20,7 @@ from fulltilt.recipes.visobert import RECIPE, VisobertOptions
 from fulltilt.recipes.visobert.data import Split, Texts, read_texts
 from fulltilt.recipes.visobert.trainer import build, load_model
 from fulltilt.train import Job, TrainSettings
-from recipebench.measuring import Bench, plain_step, stock_rate
+from recipebench.measuring import Bench, stock_rate
 from recipebench.turns import Turns, engine_turns
 
 # XLM-R base with ViSoBERT's vocabulary.
@@ -107,8 +108,7 @@ def compute_steps(
 ) -> Callable[[int], int]:
     """The plain step on the very batches of the fed steps before, with the recipe's own loss."""
     model = bench.trained(load_model(options, tokenizer, ("a", "b", "c")))
-    dtype = torch.bfloat16 if bench.device.type == "cuda" else None
-    step = plain_step(model, _on(job.loss, bench), lr=2e-5, clip_norm=1.0, dtype=dtype)
+    step = plain_step(model, _on(job.loss, bench), lr=2e-5, clip_norm=1.0)
 
     def several(count: int) -> int:
         batches = list(served.last)[-count:]
@@ -148,15 +148,14 @@ def usual_rate(bench: Bench, options: VisobertOptions, tokenizer: Any, job: Job,
         multiprocessing_context="fork",
     )
     model = load_model(options, tokenizer, texts.classes).to(bench.device).train()
-    dtype = torch.float16 if bench.device.type == "cuda" else None
     loss = _on(job.loss, bench)
 
     def from_parts(net: Any, parts: Any) -> torch.Tensor:
         found: torch.Tensor = loss(net, dict(zip(names, parts, strict=True)))
         return found
 
-    step = plain_step(model, from_parts, lr=2e-5, clip_norm=1.0, dtype=dtype)
-    return stock_rate(loader, step, batch, bench.seconds(10), bench.device)
+    step = plain_step(model, from_parts, lr=2e-5, clip_norm=1.0, dtype=torch.float16)
+    return stock_rate(bench, loader, step, batch, 10)
 
 
 def _on(loss: Any, bench: Bench) -> Any:
