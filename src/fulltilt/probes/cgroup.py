@@ -65,17 +65,13 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _quota_of(group: Path) -> float | None:
-    second = _words(group / "cpu.max")  # "50000 100000" or "max 100000"
-    quota, period = second if len(second) == 2 else _first_version(group)
+    # Version 2 has "50000 100000" or "max 100000" in one file, version 1 two files; its quota of -1 is none.
+    words = _words(group / "cpu.max") or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
     try:
-        return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
+        quota, period = map(int, words)
     except ValueError:
         return None
-
-
-def _first_version(group: Path) -> tuple[str, str]:
-    quota, period = _words(group / "cpu.cfs_quota_us"), _words(group / "cpu.cfs_period_us")
-    return (quota or ["-1"])[0], (period or ["100000"])[0]  # -1 is no quota
+    return quota / period if quota > 0 and period > 0 else None
 
 
 class MemoryGroup:
@@ -96,32 +92,23 @@ class MemoryGroup:
         words = _words(self._folder / "memory.current") or _words(self._folder / "memory.usage_in_bytes")
         if not words or not words[0].isdigit():
             return None
-        cache = _statistic(self._folder / "memory.stat", ("inactive_file", "total_inactive_file"))
-        return max(0, int(words[0]) - cache)
+        # Version 1 has both names; "total" includes the groups below, as the usage does.
+        caches = (kernel_count(self._folder / "memory.stat", name) for name in ("total_inactive_file", "inactive_file"))
+        return max(0, int(words[0]) - next((cache for cache in caches if cache), 0))
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
     """Processes that the kernel has killed for lack of memory: of our own group, or of the whole machine."""
-    for folder in _groups("memory", root):
-        for file in ("memory.events", "memory.oom_control"):  # version 2 and 1
-            words = _words(folder / file)
-            if "oom_kill" in words[:-1]:
-                return int(words[words.index("oom_kill") + 1])
-    words = _words(root / "proc/vmstat")
-    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words[:-1] else None
+    names = ("memory.events", "memory.oom_control")  # version 2 and 1
+    files = [folder / name for folder in _groups("memory", root) for name in names]
+    counts = (kernel_count(file, "oom_kill") for file in (*files, root / "proc/vmstat"))
+    return next((count for count in counts if count is not None), None)
 
 
 def _memory_limit_of(group: Path) -> int | None:
     words = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
     limit = int(words[0]) if words and words[0].isdigit() else _NO_LIMIT_BYTES  # "max" is no limit
     return limit if limit < _NO_LIMIT_BYTES else None
-
-
-def _statistic(file: Path, names: tuple[str, str]) -> int:
-    # Version 1 has both names in one file; "total" includes the groups below, as the usage does.
-    words = _words(file)
-    found = dict(zip(words[::2], words[1::2], strict=False))
-    return int(found.get(names[1]) or found.get(names[0]) or 0)
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
@@ -160,6 +147,12 @@ def _lines(file: Path) -> list[str]:
         return file.read_text().splitlines()
     except OSError:
         return []
+
+
+def kernel_count(file: Path, name: str) -> int | None:
+    """The number beside this name in a file of the kernel's such as /proc/vmstat; None where it has none."""
+    words = _words(file)
+    return int(words[words.index(name) + 1]) if name in words[:-1] else None
 
 
 def _words(file: Path) -> list[str]:

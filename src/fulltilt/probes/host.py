@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from fulltilt.probes.cgroup import MemoryGroup, cpu_quota
+from fulltilt.probes.cgroup import MemoryGroup, cpu_quota, kernel_count
 from fulltilt.probes.rate_limit import RateLimit
 from fulltilt.records import CpuCapacity, HostReading
 
@@ -192,14 +192,8 @@ def _disk_bytes() -> tuple[int | None, int | None]:
 
 def _swap_in_bytes() -> int | None:
     # psutil reads this, too, but gives 0 on Windows and warns globally where the kernel does not report it.
-    try:
-        with Path("/proc/vmstat").open("rb") as file:
-            for line in file:
-                if line.startswith(b"pswpin "):
-                    return int(line.split()[1]) * mmap.PAGESIZE
-    except OSError:
-        pass
-    return None
+    pages = kernel_count(Path("/proc/vmstat"), "pswpin")
+    return None if pages is None else pages * mmap.PAGESIZE
 
 
 # --------------------------------------------------------------------------- host
