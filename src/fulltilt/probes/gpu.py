@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -131,54 +131,45 @@ def _numbers_are_the_drivers(proc: Path) -> bool:
 
 @dataclass(slots=True)
 class Device:
-    """A GPU and its constant properties. ``board`` is the whole GPU where ``handle`` is a MIG device."""
+    """A GPU, and a reading of its constant properties. ``board`` is the whole GPU where ``handle`` is a MIG device."""
 
-    uuid: str
-    index: int
     handle: Any
     board: Any
-    name: str = "NVIDIA GPU"
+    known: GpuReading
     gpm: Gpm | None = None
-    sm_clock_max_mhz: float | None = None
-    power_default_w: float | None = None
-    temperature_limit_c: float | None = None
 
-    def describe(self, nvml: Nvml, clock: Callable[[], float]) -> None:
-        """Read the constant properties. Those of a lost GPU stay unknown."""
-        module = nvml.module
-        try:
-            name = nvml.query("nvmlDeviceGetName", self.handle) or nvml.query("nvmlDeviceGetName", self.board)
-            self.name = name or self.name
-            clock_mhz = nvml.query("nvmlDeviceGetMaxClockInfo", self.board, module.NVML_CLOCK_SM)
-            self.sm_clock_max_mhz = None if clock_mhz is None else float(clock_mhz)
-            self.power_default_w = _scaled(nvml.query("nvmlDeviceGetPowerManagementDefaultLimit", self.board), 1e-3)
-            self.temperature_limit_c = self._slowdown_c(nvml)
-            instance = None if self.handle is self.board else nvml.query("nvmlDeviceGetGpuInstanceId", self.handle)
-            if self.handle is self.board or instance is not None:
-                self.gpm = Gpm.open(nvml, self.board, instance, clock)
-        except GpuLost:
-            pass  # the readings show it
 
-    def _slowdown_c(self, nvml: Nvml) -> float | None:
-        slowdown = nvml.module.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-        limit = nvml.query("nvmlDeviceGetTemperatureThreshold", self.board, slowdown)
-        if limit is not None:
-            return float(limit)
-        # Newer GPUs report the distance to that temperature instead.
-        margin, now_c = nvml.query("nvmlDeviceGetMarginTemperature", self.board), self.temperature_c(nvml)
-        return None if margin is None or now_c is None else now_c + margin
+def _open_device(nvml: Nvml, clock: Callable[[], float], index: int, uuid: str, handle: Any, board: Any) -> Device:
+    device = Device(handle, board, GpuReading(uuid, index, "NVIDIA GPU"))
+    try:
+        clock_mhz = nvml.query("nvmlDeviceGetMaxClockInfo", board, nvml.module.NVML_CLOCK_SM)
+        device.known = replace(
+            device.known,
+            name=nvml.query("nvmlDeviceGetName", handle) or nvml.query("nvmlDeviceGetName", board) or device.known.name,
+            sm_clock_max_mhz=_scaled(clock_mhz, 1.0),
+            power_default_w=_scaled(nvml.query("nvmlDeviceGetPowerManagementDefaultLimit", board), 1e-3),
+            temperature_limit_c=_slowdown_c(nvml, board),
+        )
+        instance = None if handle is board else nvml.query("nvmlDeviceGetGpuInstanceId", handle)
+        if handle is board or instance is not None:
+            device.gpm = Gpm.open(nvml, board, instance, clock)
+    except GpuLost:
+        pass  # the readings show it
+    return device
 
-    def temperature_c(self, nvml: Nvml) -> float | None:
-        """The temperature of the GPU."""
-        sensor = nvml.module.NVML_TEMPERATURE_GPU
-        degrees = nvml.query_first(("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature"), self.board, sensor)
-        return None if degrees is None else float(degrees)
 
-    def close(self) -> None:
-        """Release the driver's buffers."""
-        if self.gpm is not None:
-            with contextlib.suppress(GpuLost):
-                self.gpm.close()
+def _slowdown_c(nvml: Nvml, board: Any) -> float | None:
+    limit = nvml.query("nvmlDeviceGetTemperatureThreshold", board, nvml.module.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
+    if limit is not None:
+        return float(limit)
+    # Newer GPUs report the distance to that temperature instead.
+    margin, now_c = nvml.query("nvmlDeviceGetMarginTemperature", board), _temperature_c(nvml, board)
+    return None if margin is None or now_c is None else now_c + margin
+
+
+def _temperature_c(nvml: Nvml, board: Any) -> float | None:
+    sensor = nvml.module.NVML_TEMPERATURE_GPU
+    return _scaled(nvml.query_first(("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature"), board, sensor), 1.0)
 
 
 def find_devices(
@@ -192,11 +183,8 @@ def find_devices(
         found = [(uuid, handle, handle) for uuid, handle in boards.items()]
     else:
         found = list(_visible(nvml, boards, environ))
-    devices = tuple(Device(uuid, index, handle, board) for index, (uuid, handle, board) in enumerate(found))
-    for device in devices:
-        device.describe(nvml, clock)
-    if devices:
-        return devices, None
+    if found:
+        return tuple(_open_device(nvml, clock, index, *each) for index, each in enumerate(found)), None
     value = (environ or {}).get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return (), "the GPU is split by MIG, and no MIG device has been made on it"
@@ -331,7 +319,8 @@ class Gpus:
             try:
                 readings.append(self._read_device(self._nvml, device, asks_energy))
             except GpuLost:
-                readings.append(GpuReading(device.uuid, device.index, device.name, lost=True))
+                known = device.known
+                readings.append(GpuReading(known.uuid, known.index, known.name, lost=True))
         return tuple(readings)
 
     def _read_device(self, nvml: Nvml, device: Device, asks_energy: bool) -> GpuReading:
@@ -346,22 +335,17 @@ class Gpus:
             with self._energy_limit.spend():
                 energy_mj = nvml.query("nvmlDeviceGetTotalEnergyConsumption", handle)
         counters: dict[str, Any] = dict(device.gpm.read()) if device.gpm is not None else {}
-        return GpuReading(
-            uuid=device.uuid,
-            index=device.index,
-            name=device.name,
+        return replace(
+            device.known,
             util_pct=None if use is None else float(use.gpu),
             mem_util_pct=None if use is None else float(use.memory),
             vram_used_bytes=None if memory is None else int(memory.used),
             vram_total_bytes=None if memory is None else int(memory.total),
             power_w=_scaled(power_mw, 1e-3),
             power_limit_w=_scaled(power_limit_mw, 1e-3),
-            power_default_w=device.power_default_w,
             energy_j=_scaled(energy_mj, 1e-3),
-            temperature_c=device.temperature_c(nvml),
-            temperature_limit_c=device.temperature_limit_c,
+            temperature_c=_temperature_c(nvml, board),
             sm_clock_mhz=_scaled(nvml.query("nvmlDeviceGetClockInfo", board, module.NVML_CLOCK_SM), 1.0),
-            sm_clock_max_mhz=device.sm_clock_max_mhz,
             mem_clock_mhz=_scaled(nvml.query("nvmlDeviceGetClockInfo", board, module.NVML_CLOCK_MEM), 1.0),
             throttle_reasons=throttle_words(nvml.query_first(_CLOCK_EVENTS, board)),
             processes=self._processes.read(handle),
@@ -373,7 +357,9 @@ class Gpus:
         if self._nvml is None:
             return
         for device in self._devices:
-            device.close()
+            if device.gpm is not None:
+                with contextlib.suppress(GpuLost):
+                    device.gpm.close()
         self._nvml.stop()
         self._nvml, self._devices = None, ()
 
