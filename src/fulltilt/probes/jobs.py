@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -25,8 +24,7 @@ _WALK_SHARE = 0.01
 class JobProbe:
     """Finds the jobs and reads their process trees."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._scans = RateLimit(_SCAN_SHARE)
         self._processes: dict[int, psutil.Process] = {}
         self._parents: dict[int, int] = {}
@@ -46,7 +44,7 @@ class JobProbe:
             if folder is not None and self._folders.get(self._parents[pid]) != folder and pid not in covered
         ]
         self._trees = {
-            pid: self._trees.get(pid) or ProcessTree(pid, self._clock, _WALK_SHARE) for pid in (*names, *roots)
+            pid: self._trees.get(pid) or ProcessTree(pid, walk_share=_WALK_SHARE) for pid in (*names, *roots)
         }
         jobs = [self._describe(pid, names.get(pid)) for pid in (*names, *roots)]
         return tuple(job for job in jobs if job.name is not None or job.pid in names)  # without roots that have ended

@@ -31,7 +31,6 @@ class Sampler:
         host: HostProbe | None = None,
         interval_s: float = 1.0,
         t0: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if interval_s <= 0:
             raise ValueError(f"interval_s must be positive, not {interval_s}")
@@ -39,8 +38,7 @@ class Sampler:
         self._gpus = gpus
         self._host = host
         self._interval_s = interval_s
-        self._clock = clock
-        self._t0 = clock() if t0 is None else t0
+        self._t0 = time.monotonic() if t0 is None else t0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -76,7 +74,7 @@ class Sampler:
             self._take(host)
 
     def _take(self, host: HostProbe | None) -> None:
-        t_s = self._clock() - self._t0
+        t_s = time.monotonic() - self._t0
         reading = HostReading() if host is None else _guarded(host.read, HostReading())
         sample = Sample(t_s=t_s, host=reading, gpus=_guarded(self._gpus.read, ()))
         _guarded(lambda: self._sink(sample), None)

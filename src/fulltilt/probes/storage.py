@@ -7,7 +7,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -211,17 +211,16 @@ def read_storage(folder: str | Path, budget_s: float = 3.0, budget_bytes: int = 
     path = _checked(folder)
     start_s = time.perf_counter()
     end_s = start_s + budget_s
-    filesystem, device, kind = _place(path)
+    place = place_of(str(path))
+    in_memory = place.kind == "tmpfs"
     found = count_files(path, start_s + 0.3 * budget_s)
-    can_be_cold = kind != "tmpfs" and filesystem not in _OWN_CACHE
+    can_be_cold = not in_memory and place.filesystem not in _OWN_CACHE
     halfway_s = (time.perf_counter() + end_s) / 2
     large_cold, large_warm = read_twice(found.large, halfway_s, budget_bytes * 3 // 4, can_be_cold)
     small_cold, small_warm = read_twice(found.small, end_s, budget_bytes // 4, can_be_cold)
-    return StorageReading(
+    return replace(
+        place,
         path=str(folder),
-        filesystem=filesystem,
-        device=device,
-        kind=kind,
         files=found.files,
         total_bytes=found.total_bytes,
         counted_fully=found.fully,
@@ -231,7 +230,7 @@ def read_storage(folder: str | Path, budget_s: float = 3.0, budget_bytes: int = 
         small_warm_files_per_s=small_warm.files_per_s,
         small_file_bytes=small_warm.bytes / small_warm.files if small_warm.files else None,
         free_bytes=shutil.disk_usage(path).free,
-        fits_in_ram=True if kind == "tmpfs" else _fits(found, memory_headroom_bytes()),
+        fits_in_ram=True if in_memory else _fits(found, memory_headroom_bytes()),
     )
 
 
@@ -256,14 +255,10 @@ def _fits(found: FileSample, room_bytes: int) -> bool | None:
 
 def place_of(folder: str) -> StorageReading:
     """The storage of a folder, without reading any file."""
-    filesystem, device, kind = _place(Path(folder).resolve())
-    return StorageReading(folder, filesystem, device, kind)
-
-
-def _place(path: Path) -> tuple[str | None, str | None, Kind]:
-    """File system, device and kind of the storage of ``path``."""
-    mount = mount_of(path, read_mounts())
-    return (None, None, "unknown") if mount is None else (mount.filesystem, mount.source, storage_kind(mount))
+    mount = mount_of(Path(folder).resolve(), read_mounts())
+    if mount is None:
+        return StorageReading(folder)
+    return StorageReading(folder, mount.filesystem, mount.source, storage_kind(mount))
 
 
 def storage_kind(mount: Mount, root: Path = Path("/")) -> Kind:
