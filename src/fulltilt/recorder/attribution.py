@@ -259,41 +259,6 @@ WARM_UP_FACTOR = 2.0
 WARM_UP_LEAST_S = 0.02
 
 
-class WarmUp:
-    """Holds the first spans back until it is known how much of the first step was warm-up."""
-
-    def __init__(self) -> None:
-        # How much of the first step was not warm-up; known once its span was released.
-        self.kept: float | None = None
-        self._held: list[Span] = []
-
-    def add(self, span: Span) -> list[Span]:
-        """Take the next span; returns those that are ready to be written."""
-        if self.kept is not None:
-            return [span]
-        self._held.append(span)
-        stepping = [held for held in self._held if held.steps]
-        # With steps of many seconds fewer are enough: a job that is killed loses the spans that are held back.
-        enough = len(stepping) > 1 and stepping[-1].t1_s - stepping[0].t1_s > LONGEST_HELD_S
-        return self.release() if enough or len(stepping) > WATCHED_AFTER_FIRST else []
-
-    def release(self) -> list[Span]:
-        """Everything that was held back. What the first step took beyond the median of the next ones was warm-up."""
-        held, self._held = self._held, []
-        self.kept = 1.0
-        for index, span in enumerate(held):
-            if span.steps:
-                took_s = sum(getattr(span.buckets, name) for name in ORDINARY)
-                later = [other for other in held[index + 1 :] if other.steps]
-                next_ones = [span.steps * (other.t1_s - other.t0_s) / other.steps for other in later]
-                usual_s = median(next_ones) if next_ones else took_s
-                if took_s >= WARM_UP_FACTOR * usual_s and took_s - usual_s >= WARM_UP_LEAST_S:
-                    self.kept = usual_s / took_s
-                held[index : index + 1] = _without_startup(span, self.kept, took_s)
-                break
-        return held
-
-
 def _without_startup(first: Span, kept: float, took_s: float) -> list[Span]:
     """The first span with only the part that is kept, after a span of start-up with the rest."""
     startup_s = first.buckets.startup_s + (1.0 - kept) * took_s
@@ -322,10 +287,10 @@ class SpanBuilder:
         self._state = state
         self._sampler = sampler
         self.usual = Usual()
-        self._warm_up = WarmUp()
+        self._held: list[Span] = []
+        self._warm_up_is_known = False
         self._ready: list[Span] = []
-        # Launching and GPU work of the first step, until it is known how much of it was warm-up.
-        self._first: tuple[float, float] | None = None
+        self._first = (0.0, 0.0)  # launching and GPU work of the first step
 
     def add(self, intervals: list[Interval]) -> None:
         """Make spans of these intervals, which are taken out of the list."""
@@ -354,18 +319,43 @@ class SpanBuilder:
                 phases=attributed.phases if interval.steps else None,
             )
             state.steps_attributed += interval.steps
-            self._ready.extend(self._warm_up.add(span))
-        self._leave_out_warm_up()
+            self._held.append(span)
+            if self._warm_up_is_known or self._shows_warm_up():
+                self._release()
         intervals.clear()
         self._sampler.begin_window()
 
     def take(self, final: bool) -> list[Span]:
         """The spans that can be written now; with ``final`` all there are."""
         if final:
-            self._ready.extend(self._warm_up.release())
-            self._leave_out_warm_up()
+            self._release()
         ready, self._ready = self._ready, []
         return ready
+
+    def _shows_warm_up(self) -> bool:
+        stepping = [held for held in self._held if held.steps]
+        # With steps of many seconds fewer are enough: a job that is killed loses the spans that are held back.
+        enough = len(stepping) > 1 and stepping[-1].t1_s - stepping[0].t1_s > LONGEST_HELD_S
+        return enough or len(stepping) > WATCHED_AFTER_FIRST
+
+    def _release(self) -> None:
+        """Let go of what was held back. What the first step took beyond the median of the next ones was warm-up."""
+        held, self._held = self._held, []
+        stepping = [span for span in held if span.steps]
+        if stepping and not self._warm_up_is_known:
+            first = stepping[0]
+            took_s = sum(getattr(first.buckets, name) for name in ORDINARY)
+            next_ones = [first.steps * (later.t1_s - later.t0_s) / later.steps for later in stepping[1:]]
+            usual_s = median(next_ones) if next_ones else took_s
+            warms_up = took_s >= WARM_UP_FACTOR * usual_s and took_s - usual_s >= WARM_UP_LEAST_S
+            kept = usual_s / took_s if warms_up else 1.0
+            place = held.index(first)
+            held[place : place + 1] = _without_startup(first, kept, took_s)
+            launch_s, busy_s = self._first
+            self._state.launch_s -= (1 - kept) * launch_s
+            self._state.gpu_busy_s -= (1 - kept) * busy_s
+        self._warm_up_is_known = True
+        self._ready += held
 
     def under_way(self, interval: Interval, steps: int) -> Span:
         """A span of the step under way, after ``steps`` others, in case the job is killed in it."""
@@ -373,13 +363,3 @@ class SpanBuilder:
         buckets = attribute(interval, seen, Usual(), 0.0, held_up).buckets
         t0_s, t1_s = (interval.t0_ns - self._t0_ns) * NS, (interval.t1_ns - self._t0_ns) * NS
         return Span(t0_s, t1_s, steps, 0, 0, None, buckets, interval.epoch)
-
-    def _leave_out_warm_up(self) -> None:
-        """Leave warm-up out of launching and of the GPU's work: the next steps do not have it."""
-        kept = self._warm_up.kept
-        if kept is None or self._first is None:
-            return
-        launch_s, busy_s = self._first
-        self._first = None
-        self._state.launch_s -= (1 - kept) * launch_s
-        self._state.gpu_busy_s -= (1 - kept) * busy_s
