@@ -124,12 +124,12 @@ class LoopMarks:
         session = self._session
         if session is None or session.recorder.clock is None or session.device.watches_copies:
             return _NOTHING
-        return _During(session.recorder, Activity.TRANSFER, Point.TRANSFER)
+        return _during(session.recorder, Activity.TRANSFER, Point.TRANSFER)
 
     def communication(self) -> contextlib.AbstractContextManager[None]:
         """What happens inside is waiting for other ranks."""
         session = self._session
-        return _NOTHING if session is None else _During(session.recorder, Activity.COMMUNICATION, Point.NONE)
+        return _NOTHING if session is None else _during(session.recorder, Activity.COMMUNICATION, Point.NONE)
 
     def mark_validation(self, on: bool) -> None:
         """Evaluation begins or ends here. Saying so twice does no harm."""
@@ -179,22 +179,17 @@ def _between(mark: Callable[[bool], None]) -> Iterator[None]:
         mark(False)
 
 
-class _During(contextlib.AbstractContextManager[None]):
+@contextlib.contextmanager
+def _during(recorder: Recorder, activity: Activity, end: Point) -> Iterator[None]:
     """An activity inside a step. As part of every step, it neither ends a pause nor nests."""
-
-    def __init__(self, recorder: Recorder, activity: Activity, end: Point) -> None:
-        self._recorder, self._activity, self._end = recorder, activity, end
-        self._on = False
-
-    def __enter__(self) -> None:
-        recorder = self._recorder
-        self._on = recorder.on_training_thread() and recorder.activity is Activity.USER
-        if self._on:
-            recorder.switch(self._activity)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._on:
-            self._recorder.switch(Activity.USER, None, self._end)
+    if not recorder.on_training_thread() or recorder.activity is not Activity.USER:
+        yield
+        return
+    recorder.switch(activity)
+    try:
+        yield
+    finally:
+        recorder.switch(Activity.USER, None, end)
 
 
 class Recording(LoopMarks):
