@@ -35,17 +35,16 @@ def _targets() -> tuple[str, ...]:
 @cache
 def owner(filename: str) -> str:
     """Who a source file belongs to: user, torch (or a part of it with a meaning of its own), fulltilt, stdlib, site."""
-    path = filename.replace("\\", "/")
-    if "/torch/" in path and ("site-packages" in path or "dist-packages" in path or _is_torch(path)):
-        return _part_of_torch(path.rsplit("/torch/", 1)[1])
+    if "/torch/" in filename and ("site-packages" in filename or "dist-packages" in filename or _is_torch(filename)):
+        return _part_of_torch(filename.rsplit("/torch/", 1)[1])
     compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or "torchinductor_"
-    if compiled in path or path.startswith("<eval_with_key>"):
+    if compiled in filename or filename.startswith("<eval_with_key>"):
         return "torch"
-    if path.startswith(_HOME):
+    if filename.startswith(_HOME):
         return "fulltilt"
-    if path.startswith("<") and not path.startswith(("<ipython", "<stdin")):
+    if filename.startswith("<") and not filename.startswith(("<ipython", "<stdin")):
         return "stdlib"
-    if "site-packages/" in path or "dist-packages/" in path:
+    if "site-packages/" in filename or "dist-packages/" in filename:
         return "site"
     real = os.path.realpath(filename)
     if real.startswith((_commands(), *_targets())):
@@ -56,14 +55,12 @@ def owner(filename: str) -> str:
 @cache
 def own_package(filename: str) -> str | None:
     """The part of Fulltilt (``feed``, ``train``) that a source file belongs to; None for everybody else's files."""
-    path = filename.replace("\\", "/")
-    return path[len(_HOME) :].partition("/")[0] if path.startswith(_HOME) else None
+    return filename[len(_HOME) :].partition("/")[0] if filename.startswith(_HOME) else None
 
 
-def _is_torch(path: str) -> bool:
-    torch = sys.modules.get("torch")
-    home = getattr(torch, "__file__", None)
-    return bool(home) and path.startswith(str(Path(str(home)).parent).replace("\\", "/"))
+def _is_torch(filename: str) -> bool:
+    home = getattr(sys.modules.get("torch"), "__file__", None)
+    return bool(home) and filename.startswith(str(Path(str(home)).parent))
 
 
 def _part_of_torch(inside: str) -> str:

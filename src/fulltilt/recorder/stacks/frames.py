@@ -133,7 +133,7 @@ def user_code_in_backward(stack: Stack) -> bool:
     theirs = False
     for code, _ in stack.calls:
         who = owner(code.co_filename)
-        if who == "torch" and code.co_name == "backward" and "/torch/autograd/" in code.co_filename.replace("\\", "/"):
+        if who == "torch" and code.co_name == "backward" and "/torch/autograd/" in code.co_filename:
             return theirs
         theirs = theirs or who in ("user", "site")
     return False
@@ -351,8 +351,8 @@ def _makes_no_batches(code: CodeType, callers: list[Spot]) -> bool:
 
 @cache
 def _is_an_optimizers(filename: str) -> bool:
-    path = filename.replace("\\", "/")
-    return "/torch/optim/" in path and not path.endswith("/swa_utils.py")  # averaged weights are not the optimizer's
+    averages = filename.endswith("/swa_utils.py")  # averaged weights are not the optimizer's
+    return "/torch/optim/" in filename and not averages
 
 
 def users_line(loop_frames: Spots = frozenset()) -> tuple[str, str]:
