@@ -60,10 +60,6 @@ def asked_batch_size(command: tuple[str, ...]) -> int | None:
     return int(asked[-1]) if asked else None
 
 
-def _judged(name: str, passed: bool, figure: str, remedy: str) -> CheckLine:
-    return CheckLine(name, "ok", figure) if passed else CheckLine(name, "fail", figure, remedy)
-
-
 def _batch_size(evidence: Evidence) -> CheckLine:
     name = "Batch size as asked"
     asked = evidence.run.run.asked.batch_size or asked_batch_size(evidence.run.run.command)
@@ -75,7 +71,8 @@ def _batch_size(evidence: Evidence) -> CheckLine:
     if world_size > 1 and in_force * world_size == asked:
         return CheckLine(name, "ok", f"Batch size: {asked} = {world_size} ranks × {in_force} (expected: {asked})")
     figure = f"Batch size: {in_force} (expected: {asked})"
-    return _judged(name, in_force == asked, figure, "Something between the command line and the DataLoader changes it.")
+    remedy = "Something between the command line and the DataLoader changes it."
+    return CheckLine(name, "ok" if in_force == asked else "fail", figure, remedy)
 
 
 def _batch_in_force(evidence: Evidence) -> int | None:
@@ -99,7 +96,7 @@ def _gpu_memory(evidence: Evidence) -> CheckLine:
     share = peak / total
     figure = f"GPU Memory - Peak: {peak / 2**30:.2f} GB ({100 * share:.0f}% of {total / 2**30:.0f}GB)"
     remedy = "There is room for a larger batch, which helps only if compute is the bottleneck."
-    return _judged(name, share > threshold, figure, remedy)
+    return CheckLine(name, "ok" if share > threshold else "fail", figure, remedy)
 
 
 def _gpu_use(evidence: Evidence) -> CheckLine:
@@ -111,7 +108,8 @@ def _gpu_use(evidence: Evidence) -> CheckLine:
     figure = f"GPU utilization: {min(used):.0f}%"
     active = [gpu.sm_active_pct for gpu in evidence.gpus if gpu.sm_active_pct is not None]
     figure += f", SMs active {min(active):.0f}%" if active else ""
-    return _judged(name, min(used) > threshold, figure, "The findings say what the GPU waits for.")
+    remedy = "The findings say what the GPU waits for."
+    return CheckLine(name, "ok" if min(used) > threshold else "fail", figure, remedy)
 
 
 def _speed(evidence: Evidence) -> CheckLine:
@@ -122,7 +120,7 @@ def _speed(evidence: Evidence) -> CheckLine:
         return CheckLine(name, "skip", "samples were not counted")
     allowed = number(evidence.ceilings.compute_samples_per_s)
     figure = f"{_epoch_time(evidence, rate)}, {percent(share)} of the {allowed} that compute alone would reach"
-    return _judged(name, share > threshold, figure, "The findings say what takes the time.")
+    return CheckLine(name, "ok" if share > threshold else "fail", figure, "The findings say what takes the time.")
 
 
 def _epoch_time(evidence: Evidence, rate: float) -> str:
@@ -144,4 +142,4 @@ def _loading(evidence: Evidence) -> CheckLine:
     share = evidence.data_wait_share
     figure = f"Data wait: {percent(share)} of the time after start-up"
     remedy = "The first input finding says which part of the loader is slow."
-    return _judged(name, share < THRESHOLDS.warn_share, figure, remedy)
+    return CheckLine(name, "ok" if share < THRESHOLDS.warn_share else "fail", figure, remedy)

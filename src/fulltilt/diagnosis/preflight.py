@@ -87,19 +87,17 @@ def check_cuda(machine: Machine, gpus: Sequence[GpuReading]) -> CheckLine:
     if machine.driver_cuda is None:
         return CheckLine("CUDA", "skip", f"torch is built for CUDA {machine.cuda}; there is no driver to run it")
     figure = f"torch is built for CUDA {machine.cuda}, the driver runs up to {machine.driver_cuda}"
-    built, runs = _version(machine.cuda), _version(machine.driver_cuda)
+    built, runs = _major(machine.cuda), _major(machine.driver_cuda)
     # The same major version works: NVIDIA promises it from CUDA 11 on, for kernels that were compiled before the job.
-    if built is None or runs is None or built[0] <= runs[0]:
+    if built is None or runs is None or built <= runs:
         return CheckLine("CUDA", "ok", figure)
-    remedy = f"Update the driver to one for CUDA {built[0]}, or install a torch built for CUDA {runs[0]}."
+    remedy = f"Update the driver to one for CUDA {built}, or install a torch built for CUDA {runs}."
     return CheckLine("CUDA", "fail", figure, remedy)
 
 
-def _version(text: str) -> tuple[int, ...] | None:
-    try:
-        return tuple(int(part) for part in text.split(".")[:2])
-    except ValueError:
-        return None
+def _major(version: str) -> int | None:
+    major = version.partition(".")[0]
+    return int(major) if major.isdecimal() else None
 
 
 def check_vram(gpus: Sequence[GpuReading]) -> CheckLine:
@@ -113,9 +111,8 @@ def check_vram(gpus: Sequence[GpuReading]) -> CheckLine:
         return CheckLine("VRAM", "skip", "this GPU does not report it")
     low = [gpu for gpu in free if gpu[0] < THRESHOLDS.vram_free_share * gpu[1]]
     figure = "; ".join(f"GPU {index}: {used_of(left, all_)} free" for left, all_, index in low or [min(free)])
-    if not low:
-        return CheckLine("VRAM", "ok", figure)
-    return CheckLine("VRAM", "warn", figure, "Plan the batch for what is free, or end what holds the rest.")
+    remedy = "Plan the batch for what is free, or end what holds the rest."
+    return CheckLine("VRAM", "warn" if low else "ok", figure, remedy)
 
 
 def check_processes(gpus: Sequence[GpuReading]) -> CheckLine:
@@ -166,10 +163,8 @@ def check_temperature(gpus: Sequence[GpuReading]) -> CheckLine:
         return CheckLine("temperature", "skip", "the driver does not report it together with its limit")
     margin, hottest, now, limit = min(known)
     figure = f"GPU {hottest}: {celsius(now)}, slows down at {celsius(limit)}"
-    if margin >= THRESHOLDS.temperature_margin_c:
-        return CheckLine("temperature", "ok", figure)
-    remedy = "Improve the cooling, or lower the power: nvidia-smi -pl WATTS"
-    return CheckLine("temperature", "fail" if margin <= 0 else "warn", figure, remedy)
+    remedy, near = "Improve the cooling, or lower the power: nvidia-smi -pl WATTS", THRESHOLDS.temperature_margin_c
+    return CheckLine("temperature", "fail" if margin <= 0 else "warn" if margin < near else "ok", figure, remedy)
 
 
 # --------------------------------------------------------------------------- data
@@ -198,10 +193,8 @@ def check_storage(storage: StorageReading) -> CheckLine:
     if slow is None:
         unknown = "what it reads uncached could not be measured"
         return CheckLine("data", "skip", f"{figure}; {unknown}" if figure else unknown)
-    if not slow:
-        return CheckLine("data", "ok", figure)
     remedy = "Move it to a local SSD, pack small files into large ones, or keep it in RAM (next line)."
-    return CheckLine("data", "warn", figure, remedy)
+    return CheckLine("data", "warn" if slow else "ok", figure, remedy)
 
 
 def _rates(bytes_per_s: float | None, files_per_s: float | None) -> str:
@@ -230,9 +223,8 @@ def check_staging(storage: StorageReading, machine: Machine) -> CheckLine:
     slow = is_slow(storage)
     if not storage.fits_in_ram:
         figure = f"the data ({held}) does not fit in RAM, so every epoch reads the disk"
-        if not slow:
-            return CheckLine("RAM disk", "ok", figure)
-        return CheckLine("RAM disk", "warn", figure, "Store it smaller (resized, uint8) or on a faster disk.")
+        remedy = "Store it smaller (resized, uint8) or on a faster disk."
+        return CheckLine("RAM disk", "warn" if slow else "ok", figure, remedy)
     if not slow:
         return CheckLine("RAM disk", "ok", f"not needed: the data ({held}) stays cached after one epoch")
     copy = "Mount a tmpfs of that size and copy the data there."
@@ -280,10 +272,9 @@ def check_memory(machine: Machine, sample: Sample | None, plan: LoaderPlan) -> C
     figure = f"{used_of(used, cap)}{limited} used"
     if plan.workers:
         figure += f", {size(max(0, cap - used) // plan.workers)} left for each of {count('worker', plan.workers)}"
-    if used < THRESHOLDS.memory_warn_share * cap:
-        return CheckLine("memory", "ok", figure)
     remedy = "End other processes, or use fewer workers and a smaller prefetch."
-    return CheckLine("memory", "fail" if used >= THRESHOLDS.memory_fail_share * cap else "warn", figure, remedy)
+    fails, warns = used >= THRESHOLDS.memory_fail_share * cap, used >= THRESHOLDS.memory_warn_share * cap
+    return CheckLine("memory", "fail" if fails else "warn" if warns else "ok", figure, remedy)
 
 
 def check_shm(machine: Machine, plan: LoaderPlan) -> CheckLine:
@@ -302,13 +293,11 @@ def check_shm(machine: Machine, plan: LoaderPlan) -> CheckLine:
     assumed = [name for name, value in given.items() if value is None]
     figure = f"{size(free)} {said}, {size(need)} needed: {count('worker', workers)} × {prefetch} × {size(batch_bytes)}"
     figure += f" ({', '.join(assumed)} assumed)" if assumed else ""
-    if need <= THRESHOLDS.shm_share * free:
-        return CheckLine("/dev/shm", "ok", figure)
     # Only what the user named can fail, not what was assumed.
-    fails = need > free and not assumed
+    fails, fits = need > free and not assumed, need <= THRESHOLDS.shm_share * free
     wanted_gib = math.ceil(need / THRESHOLDS.shm_share / GIB)
     remedy = f"Enlarge it (docker run {flag}={wanted_gib}g), or use fewer workers or a smaller prefetch."
-    return CheckLine("/dev/shm", "fail" if fails else "warn", figure, remedy)
+    return CheckLine("/dev/shm", "ok" if fits else "fail" if fails else "warn", figure, remedy)
 
 
 # --------------------------------------------------------------------------- preflight

@@ -207,6 +207,10 @@ class CheckLine:
     figure: str
     remedy: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.state == "ok":
+            object.__setattr__(self, "remedy", None)
+
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:

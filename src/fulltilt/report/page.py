@@ -130,7 +130,7 @@ def figure_table(
 
 def check_line(line: CheckLine) -> Markup:
     """A check with its state, figure and remedy."""
-    remedy = element("small", line.remedy) if line.remedy and line.state != "ok" else None
+    remedy = element("small", line.remedy) if line.remedy else None
     return element(
         "li",
         element("span", STATES[line.state], class_=f"pill {line.state}"),

@@ -167,7 +167,7 @@ def show_checklist(console: Console, checklist: Sequence[CheckLine]) -> None:
     table = Table.grid(padding=(0, 2, 0, 0))
     for line in checklist:
         text = Text(one_line(line.name)).append(f"  {one_line(line.figure)}", "dim")
-        if line.remedy and line.state != "ok":
+        if line.remedy:
             text.append(f"\n{ARROW} {one_line(line.remedy)}", "dim")
         table.add_row(Text(line.state, STATE_STYLES[line.state]), text)
     console.print(table)
