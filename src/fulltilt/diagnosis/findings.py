@@ -40,6 +40,7 @@ def found(
     where: str | None = None,
     gain: Gain | None = None,
     severity: Severity | None = None,
+    title: str = "",
 ) -> Finding:
     """A finding that costs ``cost_s`` seconds; its severity follows from their share unless it is given."""
     share = evidence.share(cost_s)
@@ -47,7 +48,7 @@ def found(
         severity = (
             "severe" if share >= THRESHOLDS.severe_share else "warn" if share >= THRESHOLDS.warn_share else "info"
         )
-    return Finding(code, share, severity, tuple(facts), where, fix, gain)
+    return Finding(code, share, severity, tuple(facts), where, fix, gain, title=title)
 
 
 _FATAL = ("memory_pressure", "worker_memory_growth", "shm_small")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 
 from fulltilt.diagnosis.evidence import Evidence, training_loaders, wait_after_loader_s
 from fulltilt.diagnosis.findings import (
@@ -67,7 +66,7 @@ def _waiting(
     """A finding that costs the data wait."""
     wait_s = evidence.buckets.data_wait_s
     facts = [time_spent(evidence, what, wait_s), *facts]
-    return replace(found(evidence, code, wait_s, facts, fix, where, predicted), title=title)
+    return found(evidence, code, wait_s, facts, fix, where, predicted, title=title)
 
 
 def _set_workers(evidence: Evidence, loader: LoaderRecord, workers: int) -> str:

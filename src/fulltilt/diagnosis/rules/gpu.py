@@ -223,37 +223,37 @@ def compute_bound(evidence: Evidence) -> Judgement:
     if words := gpu_step_words(evidence.run):
         facts.append(words)
     facts += [sentence for gpu in evidence.gpus if (sentence := is_it_real(gpu))]
-    healthy = share >= THRESHOLDS.full_tilt_share
-    fix = "Compute sets the pace. " if healthy else "Once the other findings are fixed, compute sets the pace. "
-    slower = evidence.slowdown
-    first = ["Find out why compute takes longer and longer"] if slower and slower.bucket == "compute_s" else []
-    if evidence.on_gpu:
-        fix = f"{first[0]}. Apart from that, only" if first else f"{fix}Only"
-        fix += " less arithmetic makes it faster: a smaller model, lower precision, torch.compile."
-    else:
+    slower, ways = evidence.slowdown, []
+    if slower and slower.bucket == "compute_s":
+        ways.append("Find out why compute takes longer and longer")
+    less = "less arithmetic makes it faster: a smaller model, lower precision, torch.compile."
+    if not evidence.on_gpu:
         calls = [call for call in evidence.rank.computing_calls if call.seconds >= THRESHOLDS.warn_share * compute_s]
         facts += [f"of compute, {line_cost(call, compute_s)}" for call in calls[:3]]
-        facts += (others := neighbours(evidence))
-        ways = first + (["Run it where other processes do not take the CPUs"] if others else [])
+        if others := neighbours(evidence):
+            facts += others
+            ways.append("Run it where other processes do not take the CPUs")
         if evidence.crowded_by_workers:
-            kept = percent(evidence.workers_share)
-            facts.append(f"loader workers take {kept} of the CPUs from compute")
+            facts.append(f"loader workers take {percent(evidence.workers_share)} of the CPUs from compute")
             line = costliest_line(evidence)
             ways.append(f"Make {f'{line.function} ({line.where})' if line else 'the fetch'} cheaper")
-        fix = f"{'. '.join(ways)}. Apart from that, only" if ways else f"{fix}Only"
-        fix += f" less arithmetic{_starting_at(evidence)}, a faster processor, or a GPU makes it faster."
         if (small := _small_operations(evidence)) is not None:
             fact, line = small
             facts.insert(1, fact)
-            where = line.where if line else None
-            place = call_at(line) if line else "the step"
             fix = (
-                f"{place}: work on whole tensors instead of looping over parts of them in Python (indexing by tensors, "
-                "broadcasting, torch.cdist, torch.vmap), or compile it (torch.compile)."
+                f"{call_at(line) if line else 'the step'}: work on whole tensors instead of looping over parts of them "
+                "in Python (indexing by tensors, broadcasting, torch.cdist, torch.vmap), or compile it (torch.compile)."
             )
-            finding = found(evidence, "compute_bound", compute_s, facts, fix, where, None, "info")
-            return replace(finding, title="Compute-bound: many small operations")
-    return found(evidence, "compute_bound", compute_s, facts, fix, None, None, "info")
+            where, title = line.where if line else None, "Compute-bound: many small operations"
+            return found(evidence, "compute_bound", compute_s, facts, fix, where, None, "info", title)
+        less = f"less arithmetic{_starting_at(evidence)}, a faster processor, or a GPU makes it faster."
+    if ways:
+        only = f"{'. '.join(ways)}. Apart from that, only"
+    elif share >= THRESHOLDS.full_tilt_share:
+        only = "Compute sets the pace. Only"
+    else:
+        only = "Once the other findings are fixed, compute sets the pace. Only"
+    return found(evidence, "compute_bound", compute_s, facts, f"{only} {less}", None, None, "info")
 
 
 def _starting_at(evidence: Evidence) -> str:
