@@ -73,7 +73,7 @@ def _summarise(first: GpuReading, seen: list[GpuReading], ranks: set[int]) -> Gp
         uuid=first.uuid,
         name=first.name,
         index=first.index,
-        **{name: mean(_present(getattr(reading, name) for reading in seen)) for name in _MEANS},
+        **{name: _mean(getattr(reading, name) for reading in seen) for name in _MEANS},
         vram_used_bytes=round(fmean(vram)) if vram else None,
         vram_peak_bytes=round(max(vram)) if vram else None,
         vram_total_bytes=next((r.vram_total_bytes for r in (*seen, first) if r.vram_total_bytes), None),
@@ -100,12 +100,11 @@ def slowing_reasons(reading: GpuReading) -> tuple[str, ...] | None:
 
 def clock_ratio(readings: Iterable[GpuReading]) -> float | None:
     """The mean SM clock over its maximum; None when it was not measured."""
-    ratios = [
+    return _mean(
         min(r.sm_clock_mhz / r.sm_clock_max_mhz, 1.0)
         for r in readings
         if r.sm_clock_mhz is not None and r.sm_clock_max_mhz
-    ]
-    return mean(ratios)
+    )
 
 
 def vram_used_share(gpu: GpuSummary) -> float | None:
@@ -119,7 +118,7 @@ def use_before_the_job(run: Run, uuid: str) -> float | None:
     """How busy others kept a GPU (%) before the job used it; None for too few readings, which may be pauses."""
     readings = (reading for sample in run.samples for reading in sample.gpus if reading.uuid == uuid)
     without_us = [reading for reading in readings if reading.processes and not any(p.ours for p in reading.processes)]
-    return mean(_present(r.util_pct for r in without_us)) if len(without_us) >= LEAST_LOOKS else None
+    return _mean(r.util_pct for r in without_us) if len(without_us) >= LEAST_LOOKS else None
 
 
 def summarise_host(run: Run) -> HostSummary:
@@ -132,10 +131,10 @@ def summarise_host(run: Run) -> HostSummary:
             ram.append(host.mem_used_bytes / limit)
             left = max(round(limit) - host.mem_used_bytes, 0)
     return HostSummary(
-        tree_cpu_pct=mean(_present(host.tree_cpu_pct for host in hosts)),
+        tree_cpu_pct=_mean(host.tree_cpu_pct for host in hosts),
         ram_share_peak=max(ram, default=None),
         ram_full_share=sum(1 for share in ram if share >= THRESHOLDS.ram_full_share) / len(ram) if ram else None,
-        swap_in_bytes_per_s=mean(_present(host.swap_in_bytes_per_s for host in hosts)),
+        swap_in_bytes_per_s=_mean(host.swap_in_bytes_per_s for host in hosts),
         ram_left_bytes=left,
         others_share=_others_share(hosts, run.run.machine.cpu) if len(run.tasks) < 2 else 0.0,
     )
@@ -168,10 +167,9 @@ def is_it_real(gpu: GpuSummary) -> str | None:
     return f"{shown} only says that some kernel ran: SMs active {active}"
 
 
-def mean(values: Iterable[float]) -> float | None:
-    """The arithmetic mean; None of nothing."""
-    values = list(values)
-    return fmean(values) if values else None
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = _present(values)
+    return fmean(known) if known else None
 
 
 def _present(values: Iterable[float | None]) -> list[float]:
