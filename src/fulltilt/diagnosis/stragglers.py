@@ -84,19 +84,16 @@ class RankSteps:
 
     def steady(self) -> tuple[int, ...]:
         """The rank that is last most of the time, or all ranks of such a machine; none if that may be chance."""
-        events, ranks = len(self.events), len(self.hosts)
-        if events < LEAST_EVENTS or ranks < 2:
+        events, ranks = len(self.events), range(len(self.hosts))
+        if events < LEAST_EVENTS or len(ranks) < 2:
             return ()
-        last, times = Counter(window.last for window in self.events).most_common(1)[0]
-        if times / events >= THRESHOLDS.steady_share and _by_chance(times, events, 1 / ranks) < THRESHOLDS.chance:
-            return (last,)
-        host, times = Counter(self.hosts[window.last] for window in self.events).most_common(1)[0]
-        there = tuple(rank for rank, own in enumerate(self.hosts) if own == host)
-        if (
-            times / events >= THRESHOLDS.steady_host_share
-            and _by_chance(times, events, len(there) / ranks) < THRESHOLDS.chance
-        ):
-            return there
+        parts = (ranks, THRESHOLDS.steady_share), (self.hosts, THRESHOLDS.steady_host_share)
+        for part_of, least_share in parts:  # each rank by itself, then the ranks of each machine
+            late, times = Counter(part_of[window.last] for window in self.events).most_common(1)[0]
+            there = tuple(rank for rank in ranks if part_of[rank] == late)
+            chance = _by_chance(times, events, len(there) / len(ranks))
+            if times / events >= least_share and chance < THRESHOLDS.chance:
+                return there
         return ()
 
     def last_share(self, rank: int) -> float:
