@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import linear_regression, pvariance
 from typing import Literal
 
 from fulltilt.figures import seconds
@@ -80,14 +81,11 @@ def _epochs(soonest: float, latest: float) -> str:
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float, float]:
     """Least squares: slope, value on the line at the last epoch, standard error of the slope."""
-    count = len(points)
-    mean_x = sum(x for x, _ in points) / count
-    mean_y = sum(y for _, y in points) / count
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-    residual = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
-    error = math.sqrt(residual / max(count - 2, 1) / spread)
-    return slope, mean_y + slope * (points[-1][0] - mean_x), error
+    xs, ys = zip(*points, strict=True)
+    slope, intercept = linear_regression(xs, ys)
+    residual = sum((y - intercept - slope * x) ** 2 for x, y in points)
+    error = math.sqrt(residual / max(len(points) - 2, 1) / (pvariance(xs) * len(points)))
+    return slope, intercept + slope * xs[-1], error
 
 
 def _limit(points: list[tuple[float, float]]) -> tuple[float, float] | None:
