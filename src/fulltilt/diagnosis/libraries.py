@@ -112,14 +112,16 @@ def loader_call(made_by: str, settings: Mapping[str, object]) -> str | None:
 
 def setting_name(loader: LoaderRecord, name: str) -> str:
     """What the library that made this loader calls one of DataLoader's arguments."""
-    library = LIBRARIES.get(loader.made_by or "")
-    return library.names.get(name, name) if library else name
+    return _maker(loader).names.get(name, name)
 
 
 def keeps_workers(loader: LoaderRecord) -> bool:
     """Whether the library that made this loader has a setting for persistent workers."""
-    library = LIBRARIES.get(loader.made_by or "")
-    return library is None or "persistent_workers" in library.names
+    return "persistent_workers" in _maker(loader).names
+
+
+def _maker(loader: LoaderRecord) -> Library:
+    return LIBRARIES.get(loader.made_by or "", Library("DataLoader(..., {})"))
 
 
 def library_of(line: HotLine | None) -> Library | None:
@@ -145,88 +147,83 @@ class CostlyCall:
     it is: it is advised before workers.
     """
 
-    pattern: re.Pattern[str]
+    pattern: str
     does: str
     instead: str
     easy: bool = False
-
-    @staticmethod
-    def of(pattern: str, does: str, instead: str, easy: bool = False) -> CostlyCall:
-        """An entry of the table below."""
-        return CostlyCall(re.compile(pattern), does, instead, easy)
 
 
 _MAPPED = "keep arrays as .npy, of which numpy.load(path, mmap_mode='r') reads only what is used"
 # The first that matches counts.
 COSTLY_CALLS = (
-    CostlyCall.of(
+    CostlyCall(
         r"\b(ZipFile|tarfile\.open|h5py\.File|sqlite3\.connect|lmdb\.open)\([^()]*\)$",
         "opens a file and reads its index anew for each sample",
         "open it once in each worker (in the first __getitem__, not in __init__) and keep it",
         easy=True,
     ),
-    CostlyCall.of(
+    CostlyCall(
         r"\b(h5py|tables)/",
         "reads HDF5, which decompresses all chunks that a read touches{chunks}",
         "read as many rows at a time as a chunk has, store it in chunks of what one sample reads (h5repack -l), or "
         "draw batches from fulltilt.feed.hdf5, which reads whole chunks once",
     ),
-    CostlyCall.of(
+    CostlyCall(
         r"\bzarr/",
         "reads Zarr: each read decompresses all chunks that it touches",
         "read as many rows at a time as a chunk has, or store it in chunks of what one sample reads",
     ),
-    CostlyCall.of(
+    CostlyCall(
         r"\bPIL/(ImageFile|\w+ImagePlugin)\.py|\b(torchvision/io|skimage/io|imageio)/|\bcv2?\.im(read|decode)\(",
         "decodes a whole image file for each sample",
         "store the images once in the size that the training uses, or keep the decoded ones (fulltilt.feed); JPEG "
         "files can be decoded smaller (image.draft, cv2.IMREAD_REDUCED_COLOR_2)",
     ),
-    CostlyCall.of(
+    CostlyCall(
         r"\b(decord|torchcodec|av|torchvision/io/video)/|VideoCapture|VideoReader",
         "decodes video, from the key frame before on, for each sample",
         "cut it into short clips or frames once, or store it with more key frames",
     ),
-    CostlyCall.of(
+    CostlyCall(
         r"\b(librosa|soundfile|torchaudio|audioread|pydub)\b",
         "decodes or resamples audio for each sample",
         "store it once, decoded and at the rate that the training uses",
     ),
-    CostlyCall.of(r"\bNpzFile\.", "unpacks a whole array of an .npz archive for each sample", _MAPPED),
-    CostlyCall.of(
+    CostlyCall(r"\bNpzFile\.", "unpacks a whole array of an .npz archive for each sample", _MAPPED),
+    CostlyCall(
         r"\bpandas/io/|\bpd\.read_\w+\(|\bcsv\.py|\bnumpy/lib/\S*(loadtxt|genfromtxt)",
         "parses a file for each sample",
         f"parse it once, and {_MAPPED}",
     ),
-    CostlyCall.of(
+    CostlyCall(
         r"\bpandas/",
         "takes a row out of a pandas table for each sample, some 0.05 ms each",
         "convert the columns once, in __init__ (df['x'].to_numpy()), and index the arrays",
         easy=True,
     ),
-    CostlyCall.of(
+    CostlyCall(
         r"\bjson/|\b(u|or)?json\.loads?\(|\byaml/|\bxml/",
         "parses text for each sample",
         f"parse it once, and {_MAPPED} (or Arrow files, for what is no array)",
     ),
-    CostlyCall.of(
+    CostlyCall(
         r"\b(pickle|joblib|dill)\.loads?\(|\bjoblib/|\btorch\.load\(",
         "unpickles all objects for each sample",
         f"unpickle once and keep arrays or tensors; for files, {_MAPPED} (tensors: torch.load(path, mmap=True))",
     ),
-    CostlyCall.of(
+    CostlyCall(
         r"^(?!\S*collate).*(\btransformers/tokenization|\b(tokenizers|sentencepiece|tiktoken)/"
         r"|\b(tok|\w*[tT]okenizer)(\.(encode|tokenize)\w*)?\()",
         "tokenizes one text at a time",
         "give the tokenizer a list of texts, before the training (datasets.map(batched=True)) or in the collate_fn, so "
         "that a fast one uses several CPUs",
     ),
-    CostlyCall.of(
+    CostlyCall(
         r"\b(gzip|bz2|lzma|zipfile|tarfile)\.py|\b(gzip|bz2|lzma|zlib)\.\w+\(",
         "decompresses for each sample",
         "unpack it once, or compress it by a fast method (lz4, zstd)",
     ),
-    CostlyCall.of(
+    CostlyCall(
         r"\b(requests|urllib3?|http|botocore|boto3|aiohttp|httpx|fsspec|s3fs|gcsfs)/",
         "asks over the network for each sample, and waits for the answer",
         "have more workers than CPUs, fetch several samples at once, or copy the data to a disk of this machine first",
@@ -237,7 +234,7 @@ COSTLY_CALLS = (
 def costly_call(line: HotLine) -> CostlyCall | None:
     """The table's entry for a line of the fetching, or None."""
     text = f"{line.function} {line.inside or ''} {line.call or ''}"
-    return next((entry for entry in COSTLY_CALLS if entry.pattern.search(text)), None)
+    return next((entry for entry in COSTLY_CALLS if re.search(entry.pattern, text)), None)
 
 
 # --------------------------------------------------------------------------- without a DataLoader
