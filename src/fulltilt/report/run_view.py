@@ -132,13 +132,11 @@ MOST_RANKS = 32
 
 def shown_ranks(diagnosis: Diagnosis) -> tuple[Sequence[RankSummary], str]:
     """The ranks to show (of very many, those with the most own work), and a remark on the others."""
-    ranks, lost = diagnosis.ranks, diagnosis.job.missing_ranks if diagnosis.job is not None else ()
-    missing = f"no record of rank {', '.join(map(str, lost[:MOST_RANKS]))}{' and more' if lost[MOST_RANKS:] else ''}"
+    ranks = diagnosis.ranks
     if len(ranks) <= MOST_RANKS:
-        return ranks, missing if lost else ""
+        return ranks, ""
     slowest = sorted(ranks, key=lambda rank: -rank.own_work_s)[: MOST_RANKS // 2]
-    more = f"{len(ranks) - len(slowest)} more have less own work; --json lists all"
-    return slowest, f"{more}; {missing}" if lost else more
+    return slowest, f"{len(ranks) - len(slowest)} more have less own work; --json lists all"
 
 
 def notes(run: Run, diagnosis: Diagnosis) -> list[str]:
