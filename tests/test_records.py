@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 from fulltilt import records
 from fulltilt.records import BUCKETS, Buckets
-from fulltilt.store import decode, encode, encode_fully
+from fulltilt.store import decode, encode
 from tests.anything import any_of
 
 RECORDS = [kind for _, kind in inspect.getmembers(records, inspect.isclass) if dataclasses.is_dataclass(kind)]
@@ -35,7 +35,7 @@ def test_every_record_is_the_same_after_a_trip_through_json(kind: type) -> None:
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(any_of(records.Machine))
 def test_a_full_encoding_has_every_field_and_decodes_to_the_same(machine: records.Machine) -> None:
-    plain = encode_fully(machine)
+    plain = encode(machine, fully=True)
     assert list(plain) == [f.name for f in dataclasses.fields(machine)]
     assert list(plain["cpu"]) == ["present", "affinity", "quota", "usable", "allotted"]
     assert decode(records.Machine, json.loads(json.dumps(plain))) == machine

@@ -222,7 +222,7 @@ def test_every_run_gets_an_answer_that_closes(run: Run) -> None:
 def test_even_an_odd_run_gets_one(run: Run) -> None:
     diagnosis = answer(run)
     assert diagnosis.ledger.buckets.total_s == pytest.approx(diagnosis.ledger.wall_s, abs=1e-6, rel=1e-6)
-    store.encode_fully(diagnosis)
+    store.encode(diagnosis, fully=True)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])

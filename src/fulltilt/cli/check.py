@@ -24,7 +24,7 @@ from fulltilt.probes.machine import describe_machine
 from fulltilt.probes.storage import read_storage
 from fulltilt.records import SCHEMA_VERSION, CheckLine, Machine, Sample, StorageReading
 from fulltilt.report.console import open_console
-from fulltilt.store import encode_fully
+from fulltilt.store import encode
 
 # Utilisation and GPM are means over the time between two readings; shorter ones are noise.
 _GPU_READING_S = 0.5
@@ -62,9 +62,9 @@ def check(
     if json_:
         answer = {
             "schema_version": SCHEMA_VERSION,
-            "machine": encode_fully(machine),
-            "storage": encode_fully(storage),
-            "preflight": encode_fully(lines),
+            "machine": encode(machine, fully=True),
+            "storage": encode(storage, fully=True),
+            "preflight": encode(lines, fully=True),
         }
         print(json.dumps(answer, indent=2, allow_nan=False))
     else:

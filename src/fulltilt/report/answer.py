@@ -9,12 +9,11 @@ from fulltilt import store
 from fulltilt.diagnosis import answer
 from fulltilt.records import Diagnosis, Run
 from fulltilt.report import page
-from fulltilt.store import encode_fully
 
 
 def to_plain(diagnosis: Diagnosis, run: Run | None = None) -> dict[str, Any]:
     """The diagnosis as plain JSON values, with every key, and its run. None was not measured."""
-    plain: dict[str, Any] = encode_fully(diagnosis)
+    plain: dict[str, Any] = store.encode(diagnosis, fully=True)
     plain["settings"] = dict(plain["settings"])
     if diagnosis.job is not None:
         plain["job"]["rest"] = dict(plain["job"]["rest"])

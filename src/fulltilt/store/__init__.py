@@ -25,7 +25,6 @@ from fulltilt.store.owned_folder import OwnedFolder as OwnedFolder
 from fulltilt.store.owned_folder import open_plain as open_plain
 from fulltilt.store.record_json import decode as decode
 from fulltilt.store.record_json import encode as encode
-from fulltilt.store.record_json import encode_fully as encode_fully
 from fulltilt.store.run_folder import FINDINGS_FILE as FINDINGS_FILE
 from fulltilt.store.run_folder import LIVE as LIVE
 from fulltilt.store.run_folder import REPORT_FILE as REPORT_FILE

@@ -17,9 +17,9 @@ _LARGEST = 1e30
 
 
 def encode(value: Any, *, fully: bool = False) -> Any:
-    """A record as plain JSON values. Fields at their default are left out unless ``fully``, so that lines stay short.
+    """A record as plain JSON values. Fields at their default are left out, so that lines stay short, unless ``fully``.
 
-    The schema version is always written: it says which defaults those were.
+    Readers outside of Fulltilt get all fields. The schema version is always written: it says which defaults those were.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
@@ -34,11 +34,6 @@ def encode(value: Any, *, fully: bool = False) -> Any:
         # JSON has no NaN; a figure that is not finite was not measured.
         return round(value, 9) if math.isfinite(value) else None
     return value
-
-
-def encode_fully(value: Any) -> Any:
-    """A record as plain JSON values with every field present, for readers outside of Fulltilt."""
-    return encode(value, fully=True)
 
 
 def decode(record: type[Record], plain: Any) -> Record:
