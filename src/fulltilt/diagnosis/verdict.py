@@ -8,6 +8,7 @@ from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import BUCKET_WORDS, could_take
 from fulltilt.diagnosis.ledger import hung_stretch, rate_while_drawing
 from fulltilt.diagnosis.predicted_gain import amdahl
+from fulltilt.diagnosis.rules import RULES
 from fulltilt.diagnosis.rules.live_tuning import changes, live_words
 from fulltilt.diagnosis.stragglers import Standstill, standstill
 from fulltilt.diagnosis.thresholds import THRESHOLDS
@@ -40,45 +41,9 @@ def reach_verdict(evidence: Evidence, findings: tuple[Finding, ...]) -> Verdict:
 
 # --------------------------------------------------------------------------- sentences
 
-_DATA_WAIT = "{trainee} waits for data {share}{gain}"
-
-# For each finding code its title and the sentence that follows it. {share} is of the time after start-up. {win} is an
-# upper bound: only the time that is counted goes away. {guess} is not: the cause may slow other things, or not go away
-# altogether. Where there is no template the sentence is made below.
+# For each code its title, and the sentence that follows it; where that is None it is made below.
 WORDS: dict[str, tuple[str, str | None]] = {
-    "input_serial": ("Data loading: no workers", "{trainee} waits for data {share}{idle}{gain}"),
-    "input_cpu_bound": ("Data loading: CPU-bound", _DATA_WAIT),
-    "input_io_bound": ("Data loading: I/O-bound", _DATA_WAIT),
-    "slow_storage": ("Data loading: slow storage", "{trainee} waits for data {share}{win}"),
-    "input_handover": ("Data loading: slow hand-over from the workers", _DATA_WAIT),
-    "epoch_restart": ("Epoch restarts", "restarting the loader for each epoch takes {share}{win}"),
-    "dataset_pickled": ("Data set pickled to every worker", "{fact}{win}"),
-    "transfer_blocking": ("Blocking copies to the GPU", "the GPU idles {share} while batches are copied{place}{win}"),
-    "sync_point": ("Host waits for the GPU", "the GPU idles {share} because the script waits for it{place}{win}"),
-    "launch_bound": ("Launch-bound", "the GPU idles between kernels {share}{win}"),
-    "batch_too_small": ("Batch too small", "it does not fill the GPU{win}"),
-    "precision_unused": ("Tensor cores unused", "the model computes in float32{guess}"),
-    "free_switches": ("PyTorch performance flags unused", "{fact}{win}"),
-    "padding_waste": ("Padding", "{fact}{win}"),
-    "slowing_down": ("Slowing down", "{fact}{place}{guess}"),
-    "host_code": ("Python code in the training loop", "the script's own code takes {share}{place}{win}"),
-    "recompiling": ("Recompilation", "{fact}{place}{win}"),
-    "gc_pauses": ("Garbage collection", "it stops the training {share}{place}{win}"),
-    "validation_heavy": ("Validation", "it takes {share}{most}"),
-    "checkpoint_stall": ("Blocking checkpoints", "saving stops the training {share}{place}{most}"),
-    "memory_pressure": ("Memory pressure", "{fact}"),
-    "worker_memory_growth": ("Worker memory growth", "{fact}"),
-    "cpu_affinity": ("CPU affinity", "{fact}{guess}"),
-    "launch_contended": ("No CPU to launch kernels", "{fact}{guess}"),
-    "gil_contended": ("GIL contention", "{fact}{guess}"),
-    "cpu_oversubscribed": ("CPU oversubscribed", "{fact} and slow each other down{guess}"),
-    "shm_small": ("Shared memory too small", "{fact}"),
-    "throttled": ("GPU throttled", "{fact}{win}"),
-    "gpu_shared": ("GPU shared", "{fact}{guess}"),
-    "straggler": ("Straggler", "{fact}{win}"),
-    "communication_bound": ("Communication-bound", "{exchange} takes {share}{guess}"),
-    "find_unused_parameters": ("Needless search for unused parameters", "{fact}"),
-    "compute_bound": ("Compute-bound", None),
+    **{rule.code: (rule.title, rule.sentence) for rule in RULES},
     "no_steps": ("No training steps", None),
     "too_short": ("Run too short", None),
     "unexplained": ("No cause found", None),
