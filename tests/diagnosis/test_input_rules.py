@@ -9,16 +9,13 @@ from fulltilt.diagnosis.evidence import Evidence, gather, one_loader_a_line
 from fulltilt.diagnosis.findings import Judgement
 from fulltilt.diagnosis.loader_bottleneck import Bottleneck
 from fulltilt.diagnosis.rules.data_loading import (
-    dataset_pickled,
-    epoch_restart,
     input_cpu_bound,
-    input_handover,
     input_io_bound,
     input_serial,
-    shm_small,
     slow_storage,
 )
 from fulltilt.diagnosis.rules.worker_count import plan_workers
+from fulltilt.diagnosis.rules.worker_overhead import dataset_pickled, epoch_restart, input_handover, shm_small
 from fulltilt.records import (
     Abstention,
     Buckets,

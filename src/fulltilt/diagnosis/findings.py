@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fulltilt.diagnosis.evidence import Evidence
+from fulltilt.diagnosis.ledger import hung_stretch
 from fulltilt.diagnosis.libraries import costly_call, keeps_workers, loader_call
 from fulltilt.diagnosis.predicted_gain import Gain, amdahl, expected, gain
 from fulltilt.diagnosis.thresholds import THRESHOLDS
@@ -75,6 +76,38 @@ def time_spent(evidence: Evidence, what: str, cost_s: float) -> str:
         f"{what} takes {percent(evidence.share(cost_s))} of the time after start-up: "
         f"{seconds(cost_s)}, {seconds(evidence.per_step(cost_s))} a step"
     )
+
+
+def waiting_for_data(
+    evidence: Evidence,
+    code: FindingCode,
+    facts: list[str],
+    fix: str,
+    where: str | None,
+    predicted: Gain | None = None,
+    what: str = "waiting for data",
+    title: str = "",
+) -> Finding:
+    """A finding that costs the data wait."""
+    wait_s = evidence.buckets.data_wait_s
+    facts = [time_spent(evidence, what, wait_s), *facts]
+    return found(evidence, code, wait_s, facts, fix, where, predicted, title=title)
+
+
+def hung_fetch(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
+    """The finding for a job that was stopped in a wait that never ended; None where other waits were longer."""
+    hung = hung_stretch(evidence.run)
+    in_vain_s = hung.buckets.data_wait_s if hung is not None else 0.0
+    if in_vain_s <= THRESHOLDS.in_vain_share * evidence.buckets.data_wait_s:
+        return None
+    line = costliest_line(evidence)
+    place = call_at(line) if line else f"the loader{at(loader.where)}"
+    fix = f"Find out what {place} waited for: a lock, a service, a file system? More workers would wait as well."
+    if loader.num_workers:
+        fix += " With DataLoader(..., timeout=60) such a wait ends in an error."
+    facts = [f"{seconds(in_vain_s)} of it is one wait that never ended"]
+    title = "Data loading: a fetch that never returned"
+    return waiting_for_data(evidence, code, facts, fix, line.where if line else loader.where, title=title)
 
 
 WORKERS_SHARE_LOCK = "Data loading: workers wait for one lock"

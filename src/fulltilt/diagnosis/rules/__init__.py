@@ -12,7 +12,7 @@ from typing import cast
 
 from fulltilt.diagnosis.evidence import Evidence
 from fulltilt.diagnosis.findings import Judgement
-from fulltilt.diagnosis.rules import data_loading, gpu, machine, ranks, training_loop
+from fulltilt.diagnosis.rules import data_loading, gpu, machine, ranks, training_loop, worker_overhead
 from fulltilt.diagnosis.rules.live_tuning import as_measured
 from fulltilt.records import Abstention, Finding, FindingCode
 
@@ -42,9 +42,9 @@ RULES: tuple[Rule, ...] = (
     Rule(data_loading.input_cpu_bound, "Data loading: CPU-bound", _DATA_WAIT),
     Rule(data_loading.slow_storage, "Data loading: slow storage", "{trainee} waits for data {share}{win}"),
     Rule(data_loading.input_io_bound, "Data loading: I/O-bound", _DATA_WAIT),
-    Rule(data_loading.input_handover, "Data loading: slow hand-over from the workers", _DATA_WAIT),
-    Rule(data_loading.epoch_restart, "Epoch restarts", "restarting the loader for each epoch takes {share}{win}"),
-    Rule(data_loading.dataset_pickled, "Data set pickled to every worker", "{fact}{win}"),
+    Rule(worker_overhead.input_handover, "Data loading: slow hand-over from the workers", _DATA_WAIT),
+    Rule(worker_overhead.epoch_restart, "Epoch restarts", "restarting the loader for each epoch takes {share}{win}"),
+    Rule(worker_overhead.dataset_pickled, "Data set pickled to every worker", "{fact}{win}"),
     Rule(
         gpu.transfer_blocking,
         "Blocking copies to the GPU",
@@ -70,7 +70,7 @@ RULES: tuple[Rule, ...] = (
     Rule(machine.launch_contended, "No CPU to launch kernels", "{fact}{guess}"),
     Rule(machine.gil_contended, "GIL contention", "{fact}{guess}"),
     Rule(machine.cpu_oversubscribed, "CPU oversubscribed", "{fact} and slow each other down{guess}"),
-    Rule(data_loading.shm_small, "Shared memory too small", "{fact}"),
+    Rule(worker_overhead.shm_small, "Shared memory too small", "{fact}"),
     Rule(gpu.throttled, "GPU throttled", "{fact}{win}"),
     Rule(gpu.gpu_shared, "GPU shared", "{fact}{guess}"),
     Rule(ranks.straggler, "Straggler", "{fact}{win}"),

@@ -1,36 +1,32 @@
-"""Training waits for data: no workers, workers short of CPU or waiting for I/O, slow hand-over, epoch restarts."""
+"""Training waits for data: it makes its own batches, or its workers are short of CPU or wait for storage."""
 
 from __future__ import annotations
 
-import math
 import re
 
-from fulltilt.diagnosis.evidence import Evidence, training_loaders, wait_after_loader_s
+from fulltilt.diagnosis.evidence import Evidence, wait_after_loader_s
 from fulltilt.diagnosis.findings import (
     OTHERS_TAKE_CPUS,
     WORKERS_SHARE_LOCK,
     Judgement,
-    Severity,
     at,
     busy_thread,
     call_at,
     costliest_line,
     fetching_line,
     found,
+    hung_fetch,
     line_cost,
-    made_for_each_pass,
     neighbours,
     rates,
     rewritten,
-    time_spent,
+    waiting_for_data,
     with_cheaper_call,
 )
-from fulltilt.diagnosis.ledger import hung_stretch
 from fulltilt.diagnosis.libraries import (
     SLOW_ENVIRONMENT,
     beside_training,
     divides_itself,
-    keeps_workers,
     setting_name,
     steps_an_environment,
 )
@@ -47,26 +43,10 @@ from fulltilt.diagnosis.rules.worker_count import (
     workers_unmeasured,
 )
 from fulltilt.diagnosis.thresholds import THRESHOLDS
-from fulltilt.figures import capital, count, cpus, number, percent, seconds, size, whole
-from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord, WorkerRecord
+from fulltilt.figures import capital, count, cpus, number, percent, seconds, size
+from fulltilt.records import Finding, FindingCode, HotLine, LoaderRecord, WorkerRecord
 
 # --------------------------------------------------------------------------- shared by the rules below
-
-
-def _waiting(
-    evidence: Evidence,
-    code: FindingCode,
-    facts: list[str],
-    fix: str,
-    where: str | None,
-    predicted: Gain | None = None,
-    what: str = "waiting for data",
-    title: str = "",
-) -> Finding:
-    """A finding that costs the data wait."""
-    wait_s = evidence.buckets.data_wait_s
-    facts = [time_spent(evidence, what, wait_s), *facts]
-    return found(evidence, code, wait_s, facts, fix, where, predicted, title=title)
 
 
 def _set_workers(evidence: Evidence, loader: LoaderRecord, workers: int) -> str:
@@ -122,22 +102,6 @@ _NO_SOONER = (
 )
 
 
-def _hung_fetch(evidence: Evidence, loader: LoaderRecord, code: FindingCode) -> Finding | None:
-    """The finding for a job that was stopped in a wait that never ended; None where other waits were longer."""
-    hung = hung_stretch(evidence.run)
-    in_vain_s = hung.buckets.data_wait_s if hung is not None else 0.0
-    if in_vain_s <= THRESHOLDS.in_vain_share * evidence.buckets.data_wait_s:
-        return None
-    line = costliest_line(evidence)
-    place = call_at(line) if line else f"the loader{at(loader.where)}"
-    fix = f"Find out what {place} waited for: a lock, a service, a file system? More workers would wait as well."
-    if loader.num_workers:
-        fix += " With DataLoader(..., timeout=60) such a wait ends in an error."
-    facts = [f"{seconds(in_vain_s)} of it is one wait that never ended"]
-    title = "Data loading: a fetch that never returned"
-    return _waiting(evidence, code, facts, fix, line.where if line else loader.where, title=title)
-
-
 # --------------------------------------------------------------------------- the training thread makes its own batches
 
 
@@ -154,7 +118,7 @@ def input_serial(evidence: Evidence) -> Judgement:
         return _drawn_by_own_thread(evidence, loader)
     if sampling_share(loader) >= THRESHOLDS.sampling_share:
         return _slow_sampler(evidence, loader)
-    if hung := _hung_fetch(evidence, loader, "input_serial"):
+    if hung := hung_fetch(evidence, loader, "input_serial"):
         return hung
     supply = evidence.supply
     if supply is not None and supply.runs_ahead and supply.waits:
@@ -202,7 +166,7 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
     if supply is not None and supply.runs_ahead is not False and (supply.runs_ahead or supply.waits):
         fix += f" {_NO_SOONER}"
         predicted = gain(1.0, predicted[1])
-    return _waiting(evidence, "input_serial", facts, fix, loader.where, predicted)
+    return waiting_for_data(evidence, "input_serial", facts, fix, loader.where, predicted)
 
 
 def _slow_source(evidence: Evidence, loader: LoaderRecord) -> Finding:
@@ -224,7 +188,7 @@ def _slow_source(evidence: Evidence, loader: LoaderRecord) -> Finding:
         "each has a source of its own, for its own part of the data."
     )
     title = "Data loading: slow source"
-    return _waiting(evidence, "input_serial", facts, fix, where, gain_without_wait(evidence), title=title)
+    return waiting_for_data(evidence, "input_serial", facts, fix, where, gain_without_wait(evidence), title=title)
 
 
 def _slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
@@ -248,7 +212,7 @@ def _slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:
             "for all batches together (NumPy, torch.argsort), or take indices from a list made beforehand."
         )
     predicted = by_removing(share * evidence.data_wait_share)
-    return _waiting(evidence, "input_serial", facts, fix, where, predicted, title="Data loading: slow sampler")
+    return waiting_for_data(evidence, "input_serial", facts, fix, where, predicted, title="Data loading: slow sampler")
 
 
 def _made_by_hand(evidence: Evidence) -> Finding:
@@ -290,7 +254,7 @@ def _made_by_hand(evidence: Evidence) -> Finding:
         if (evidence.rank.off_cpu_s or 0.0) > THRESHOLDS.cpu_bound_share * wait_s and not evidence.on_gpu:
             fix, predicted = f"{fix} {_NO_SOONER}", gain(1.0, predicted[1])
         what, title = "making batches", "Data loading: no DataLoader"
-    return _waiting(evidence, "input_serial", [made, *costs], fix, where, predicted, what, title)
+    return waiting_for_data(evidence, "input_serial", [made, *costs], fix, where, predicted, what, title)
 
 
 def _slow_generator(evidence: Evidence, loader: LoaderRecord) -> Finding:
@@ -312,7 +276,7 @@ def _slow_generator(evidence: Evidence, loader: LoaderRecord) -> Finding:
     predicted = _gain_beside_training(evidence.share(cost_s), evidence.usable_cpus)
     fix, predicted = with_cheaper_call(evidence, line, cost_s, fix, predicted)
     title = "Data loading: slow generator after the loader"
-    return _waiting(evidence, "input_serial", facts, fix, where, predicted, "waiting for batches", title)
+    return waiting_for_data(evidence, "input_serial", facts, fix, where, predicted, "waiting for batches", title)
 
 
 def _drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
@@ -326,7 +290,7 @@ def _drawn_by_own_thread(evidence: Evidence, loader: LoaderRecord) -> Finding:
     fix = f"{_set_workers(evidence, loader, workers)} One worker would be no faster than the script's own thread."
     most = min(workers * (1 + THRESHOLDS.rate_error), amdahl(evidence.data_wait_share))
     title = "Data loading: one thread"
-    return _waiting(evidence, "input_serial", facts, fix, loader.where, gain(1.0, most), title=title)
+    return waiting_for_data(evidence, "input_serial", facts, fix, loader.where, gain(1.0, most), title=title)
 
 
 # --------------------------------------------------------------------------- workers too slow
@@ -351,7 +315,7 @@ def _workers_too_slow(evidence: Evidence, code: FindingCode, bottleneck: Bottlen
     cold = _cold_first_pass(evidence, evidence.workers) if evidence.workers else None
     if cold is not None and cold.share >= THRESHOLDS.recovered_low * evidence.data_wait_share:
         return None  # reported as slow_storage
-    if special := _hung_fetch(evidence, loader, code) or _contended_lock(evidence, code):
+    if special := hung_fetch(evidence, loader, code) or _contended_lock(evidence, code):
         return special
     line = costliest_line(evidence)
     facts = [_worker_time(supply, bottleneck), *fetching_line(evidence), *rates(evidence)]
@@ -387,7 +351,7 @@ def _workers_too_slow(evidence: Evidence, code: FindingCode, bottleneck: Bottlen
             facts.append(f"the workers read only {size(read)} from storage: they wait for {waited_for}")
         facts += _storage_kind(evidence)
         fix += _stage_data(evidence)
-    return _waiting(evidence, code, facts, fix, line.where if line else loader.where, predicted)
+    return waiting_for_data(evidence, code, facts, fix, line.where if line else loader.where, predicted)
 
 
 def _worker_time(supply: Supply, bottleneck: Bottleneck) -> str:
@@ -441,162 +405,9 @@ def _contended_lock(evidence: Evidence, code: FindingCode) -> Finding | None:
         f"{line.call}{at(line.where)} lets one process at a time through, so more workers would only queue there. "
         "Hold the lock for a shorter time, or give each worker a file, a handle or a connection of its own."
     )
-    return _waiting(evidence, code, facts, fix, line.where, _line_gain(evidence, line), title=WORKERS_SHARE_LOCK)
-
-
-# --------------------------------------------------------------------------- handing over
-
-
-def input_handover(evidence: Evidence) -> Judgement:
-    """The workers are fast enough, but their batches arrive late: pickling, shared memory, rebuilding, pinning."""
-    if evidence.bottleneck is Bottleneck.UNKNOWN:
-        return workers_unmeasured(evidence, "input_handover")
-    loader, supply = evidence.loader, evidence.supply
-    if evidence.bottleneck is not Bottleneck.HANDOVER or loader is None or supply is None:
-        return None
-    if hung := _hung_fetch(evidence, loader, "input_handover"):
-        return hung
-    facts = [
-        f"{count('worker', supply.workers)} could give {number(supply.workers * supply.worker_samples_per_s)} "
-        f"samples/s; idle {percent(supply.idle_share)} of their time",
-        f"handing over takes {percent(supply.handover_main_share)} of the training thread's wait and "
-        f"{percent(supply.handover_worker_share)} of the workers' time",
-    ]
-    if loader.batch_bytes:
-        number_of = loader.batch_tensors or 0
-        tensors = f", in {count('tensor', number_of)}" if number_of > 1 else ""
-        facts.append(f"a batch has {size(loader.batch_bytes)} ({loader.batch_kind or 'of unknown type'}{tensors})")
-    promised = gain_without_wait(evidence)
-    fix, without_workers = _lighter_handover(evidence, loader, supply)
-    if without_workers and evidence.crowded_by_workers:
-        # Without workers compute has their CPUs as well: how fast it then is was not measured.
-        alone_s = (supply.fetch_s - supply.queue_s) * loader.batches
-        promised = gain(promised[0], max(promised[1], amdahl(evidence.share(evidence.drawing_s - alone_s))))
-    if (many := _many_tensors(loader)) is not None:
-        fix = f"{many} {fix}" if without_workers else many
-    elif fix is None:
-        # At most their idle time is to win, and nothing if every worker gets its share of slow batches.
-        fix, promised = _sooner_batches(evidence, loader), gain(1.0, amdahl(supply.idle_share), cap=promised[1])
-    return _waiting(evidence, "input_handover", facts, fix, loader.where, promised)
-
-
-def _many_tensors(loader: LoaderRecord) -> str | None:
-    """What to do where default_collate makes very many tensors of each batch; None where it does not."""
-    tensors = loader.batch_tensors or 0
-    if loader.collate != "default_collate" or tensors < THRESHOLDS.many_tensors:
-        return None
-    return (
-        f"default_collate makes {whole(tensors)} tensors of a batch{at(loader.where)}, one for each "
-        "position of a list (or field of a dict) in a sample: let __getitem__ return one tensor (torch.tensor(row))."
+    return waiting_for_data(
+        evidence, code, facts, fix, line.where, _line_gain(evidence, line), title=WORKERS_SHARE_LOCK
     )
-
-
-def _lighter_handover(evidence: Evidence, loader: LoaderRecord, supply: Supply) -> tuple[str | None, bool]:
-    """How to make the hand-over cheaper, None where it costs hardly anything; and whether by having no workers."""
-    costly = max(supply.handover_main_share, supply.handover_worker_share) >= THRESHOLDS.handover_share / 2
-    collate = loader.collate or "the collate function"
-    wait_s = loader.wait_s / loader.batches
-    alone_s = supply.fetch_s - supply.queue_s
-    if costly and not passes_through_shm(loader):
-        return (
-            f"Let {collate}{at(loader.where)} return tensors (torch.from_numpy, torch.stack): they pass through shared "
-            "memory; everything else is pickled, sent through a pipe and rebuilt."
-        ), False
-    if alone_s <= THRESHOLDS.cheap_fetch_share * wait_s:
-        alone = f"fetching a batch takes {seconds(alone_s)}, waiting for a worker's {seconds(wait_s)}"
-        return f"Fetch without workers: {rewritten(evidence, loader, num_workers=0)}{at(loader.where)}; {alone}.", True
-    if costly:
-        return (
-            f"Send fewer and smaller tensors{at(loader.where)}: only the fields that the training uses, stacked by "
-            f"{collate}, in the smallest type that holds them, converted after the batch has arrived."
-        ), False
-    return None, False
-
-
-def _sooner_batches(evidence: Evidence, loader: LoaderRecord) -> str:
-    """Batches come in order: while a slow one is missing, the others wait in the queue, and then the workers do."""
-    fix = "Some batches take long, and since batches come in order, the workers then wait for them. "
-    prefetch = loader.prefetch_factor or 2
-    if prefetch < THRESHOLDS.deep_queue:
-        deeper = rewritten(evidence, loader, prefetch_factor=2 * prefetch)
-        fix += f"Raise prefetch_factor {prefetch} → {2 * prefetch}{at(loader.where)}: {deeper}. "
-    if loader.made_by is None and "in_order" not in loader.given:
-        return f"{fix}Or take batches as soon as they are ready, in an order that differs each time: in_order=False."
-    return f"{fix}Or make the slowest samples cheaper."
-
-
-# --------------------------------------------------------------------------- epoch restarts
-
-
-def epoch_restart(evidence: Evidence) -> Judgement:
-    """Each pass over the data begins with starting workers and filling an empty queue."""
-    cost_s = evidence.buckets.epoch_turnover_s
-    share = evidence.share(cost_s)
-    if share < THRESHOLDS.epoch_restart_share:
-        return None
-    loader = max(training_loaders(evidence.rank), key=lambda loader: (loader.restart_s, loader.passes), default=None)
-    if loader is None:
-        return Abstention("epoch_restart", "the DataLoader that is restarted")
-    if loader.passes < 2:
-        return None  # the workers of its only pass were stopped: nothing restarts
-    facts = [
-        time_spent(evidence, "restarting the loader for each epoch", cost_s),
-        f"{loader.passes} passes, {seconds(cost_s / (loader.passes - 1))} for each new one",
-    ]
-    made_anew, keeps = made_for_each_pass(loader), keeps_workers(loader)
-    if loader.num_workers > 0 and keeps and (made_anew or not loader.persistent_workers):
-        why = f"the DataLoader is made {loader.constructed} times" if made_anew else "persistent_workers=False"
-        workers = "its worker is" if loader.num_workers == 1 else f"its {loader.num_workers} workers are"
-        facts.append(f"{workers} started anew for each pass ({why})")
-        call = rewritten(evidence, loader, persistent_workers=True)
-        fix = f"Keep the workers alive{at(loader.where)}: {call}."
-        if loader.start_method == "spawn":
-            fix += " They are spawned, so each start imports the script and its modules again."
-    else:
-        fix = (
-            ""
-            if keeps or loader.persistent_workers
-            else f"{loader.made_by} has no setting that keeps workers between passes. "
-        )
-        fix += (
-            f"Make fewer, longer passes{at(loader.where)}: "
-            "RandomSampler(dataset, num_samples=k * len(dataset), replacement=False) goes k times through the data "
-            "in one pass."
-        )
-    low, high = by_removing(share)
-    if loader.batches <= loader.passes * loader.num_workers * (loader.prefetch_factor or 2):
-        # All batches of such a short pass are requested at its start: waiting for them is part of the restart.
-        high = amdahl(share + evidence.data_wait_share)
-    return found(evidence, "epoch_restart", cost_s, facts, fix, loader.where, gain(low, high))
-
-
-def dataset_pickled(evidence: Evidence) -> Judgement:
-    """Workers that are not forked each get a pickled copy of the data set, at every start."""
-    loader = max(training_loaders(evidence.rank), key=lambda loader: loader.pickle_s, default=None)
-    if loader is None or not loader.pickled_workers or loader.pickled_bytes < THRESHOLDS.pickled_bytes:
-        return None
-    starts = max(round(loader.pickled_workers / max(loader.num_workers, 1)), 1)
-    # The first start is part of start-up; only the later ones stop the training.
-    cost_s = min(loader.pickle_s * (starts - 1) / starts, evidence.buckets.epoch_turnover_s)
-    share = evidence.share(cost_s)
-    if share < THRESHOLDS.epoch_restart_share and loader.pickle_s / starts < THRESHOLDS.pickling_start_s:
-        return None
-    facts = [
-        f"{size(loader.pickled_bytes)} are pickled for each of {count('worker', loader.num_workers)} "
-        f"({loader.start_method or 'spawn or forkserver'}): "
-        f"{seconds(loader.pickle_s / starts)} at each of {count('start', starts)}; unpickling comes on top",
-    ]
-    if loader.objects:
-        facts.append(f"the data set {loader.dataset} keeps Python objects: {loader.objects}")
-    fix = (
-        f"Keep the data set{at(loader.where)} small: open files in the first __getitem__, and keep large parts in "
-        "tensors (they pass through shared memory), in numpy.memmap or in Arrow files."
-    )
-    if starts > 1:
-        fix += f" And start the workers once: {rewritten(evidence, loader, persistent_workers=True)}."
-    else:
-        fix += ' Or fork the workers, which pickles nothing: multiprocessing_context="fork".'
-    return found(evidence, "dataset_pickled", cost_s, facts, fix, loader.where, by_removing(share))
 
 
 # --------------------------------------------------------------------------- storage
@@ -614,7 +425,7 @@ def slow_storage(evidence: Evidence) -> Judgement:
     small = work.read_bytes < THRESHOLDS.small_read_bytes * work.reads
     if not small or work.read_bytes < THRESHOLDS.storage_read_bytes_per_s * evidence.active_s:
         return None
-    if _hung_fetch(evidence, loader, "slow_storage") or _contended_lock(evidence, "slow_storage"):
+    if hung_fetch(evidence, loader, "slow_storage") or _contended_lock(evidence, "slow_storage"):
         return None
     line = costliest_line(evidence)
     facts = [
@@ -630,7 +441,7 @@ def slow_storage(evidence: Evidence) -> Judgement:
         f"{_stage_data(evidence) or ' Or copy the data to a faster disk first.'}"
     )
     where = line.where if line else loader.where
-    return _waiting(evidence, "slow_storage", facts, fix, where, gain_without_wait(evidence))
+    return waiting_for_data(evidence, "slow_storage", facts, fix, where, gain_without_wait(evidence))
 
 
 def _cold_first_pass(evidence: Evidence, work: WorkerRecord) -> Finding | None:
@@ -661,45 +472,3 @@ def _cold_first_pass(evidence: Evidence, work: WorkerRecord) -> Finding | None:
     )
     loader = evidence.loader
     return found(evidence, "slow_storage", cost_s, facts, fix, loader.where if loader else None, by_removing(share))
-
-
-# --------------------------------------------------------------------------- shared memory
-
-
-def shm_small(evidence: Evidence) -> Judgement:
-    """The batches that the workers keep ready do not fit into /dev/shm: a worker dies with a bus error."""
-    loader, total = evidence.loader, evidence.machine.shm_total_bytes
-    if loader is None or loader.num_workers == 0 or not passes_through_shm(loader):
-        return None
-    if loader.batch_bytes is None:
-        return Abstention("shm_small", "the size of a batch")
-    if total is None:
-        return Abstention("shm_small", "the size of /dev/shm")
-    prefetch = loader.prefetch_factor or 2
-    ranks = max(round(evidence.machine.cpu.usable / max(evidence.usable_cpus, 0.01)), 1)
-    queued = loader.num_workers * prefetch * ranks
-    needed = queued * loader.batch_bytes
-    room = THRESHOLDS.shm_share * total
-    if needed < room:
-        return None
-    fits = int(room / (loader.num_workers * ranks * loader.batch_bytes))
-    facts = [
-        f"{count('worker', loader.num_workers)} × {prefetch} batches ahead{f' × {ranks} ranks' if ranks > 1 else ''} × "
-        f"{size(loader.batch_bytes)} = {size(needed)} in shared memory",
-        f"/dev/shm has {size(total)}",
-    ]
-    fix = f"Give the container more shared memory (docker run --shm-size={math.ceil(2 * needed / 1e9)}g)"
-    if 1 <= fits < prefetch:
-        fix += f", or lower prefetch_factor {prefetch} → {fits}{at(loader.where)}"
-    else:
-        fix += f", or use fewer workers{at(loader.where)}"
-    # The batches in use and under construction come on top: a job that died near the limit died of it.
-    died = evidence.run.run.state in ("crashed", "killed")
-    severity: Severity = "severe" if needed > total or died else "warn"
-    return found(evidence, "shm_small", 0.0, facts, fix + ".", loader.where, None, severity)
-
-
-def passes_through_shm(loader: LoaderRecord) -> bool:
-    """Whether batches pass through shared memory: tensors do, arrays and other objects are pickled."""
-    kind = (loader.batch_kind or "tensor").lower()
-    return not any(word in kind for word in ("numpy", "ndarray", "object", "bytes", "str"))
