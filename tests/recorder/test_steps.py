@@ -185,9 +185,9 @@ def test_short_steps_are_measured_in_bursts_where_that_costs_the_job_something()
     def planned(step_s: float, launch_share: float | None, steps: int = 400) -> BurstPlan | None:
         return plan(steps=steps, calls=2 * steps, step_s=step_s, scaler=False, launch_share=launch_share)
 
-    assert planned(0.003, None) == BurstPlan(measured_calls=32, counted_calls=992)
-    assert planned(0.003, None, steps=10_000) == BurstPlan(measured_calls=32, counted_calls=2016)
+    assert planned(0.0025, None) == BurstPlan(measured_calls=32, counted_calls=400)
+    assert planned(0.0025, None, steps=10_000) == BurstPlan(measured_calls=32, counted_calls=1600)
     assert planned(0.006, None) is None
-    assert planned(0.006, launch_share=0.3) == BurstPlan(measured_calls=32, counted_calls=224)
-    assert planned(0.003, launch_share=0.01) == BurstPlan(measured_calls=32, counted_calls=992)
+    assert planned(0.00625, launch_share=0.3) == BurstPlan(measured_calls=32, counted_calls=160)
+    assert planned(0.0025, launch_share=0.01) == BurstPlan(measured_calls=32, counted_calls=400)
     assert planned(0.006, launch_share=0.01) is None  # the GPU sets the pace: what the host does beside it is free

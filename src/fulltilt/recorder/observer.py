@@ -22,14 +22,14 @@ from fulltilt.recorder.stack_sampler import StackSampler
 from fulltilt.recorder.steps import LONG_STEP_FACTOR, LONG_STEP_ON_GPU_NS, plan
 
 # In a pause there are few marks, and reading them takes the interpreter lock from the training thread.
-DRAIN_EVERY_S, DRAIN_IN_PAUSE_EVERY_S = 0.2, 0.5
+DRAIN_EVERY_S, DRAIN_IN_PAUSE_EVERY_S = 0.2, 1.0
 WRITE_EVERY_S = 1.0
 # Very many ranks write less often: a network file system has to bear all of them.
 RANKS_A_SECOND = 64
 # A killed process loses what it has not written: a second, or this share of the run so far if that is less.
 LOST_SHARE = 0.1
 # The record changes ever more slowly: it is rewritten each time the run has become this much longer.
-RECORD_SHARE, RECORD_EVERY_S = 0.05, 5.0
+RECORD_SHARE, RECORD_EVERY_S = 0.05, 10.0
 MOST_PROBLEMS = 100
 NS = 1e-9
 

@@ -7,6 +7,7 @@ trained on (an undeclared validation, a batch drawn ahead of an early break) are
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -216,20 +217,17 @@ class StepCounter:
 
 # --------------------------------------------------------------------------- short steps
 
-# Short steps are measured in bursts: a step of 2 ms cannot bear the cost of a full measurement. In the pause after each
-# burst, steps are only counted, and their time is divided as that of the measured ones. Nothing rare is missed: a long
-# wait and a long step are booked as they are, and saving, evaluating, the end of a pass and everything else out of the
-# ordinary end the pause.
+# Short steps are measured in bursts: a step of 2 ms cannot bear the cost of a full measurement, 0.2 ms of the host's
+# time on a GPU. In the pause after each burst, steps are only counted, and their time is divided as that of the
+# measured ones. Nothing rare is missed: a long wait and a long step are booked as they are, and saving, evaluating, the
+# end of a pass and everything else out of the ordinary end the pause.
 MEASURED_STEPS = 16
 # Steps are measured one and all until there are this many, and while they take longer than a short one.
 MEASURE_ALL_FIRST = 300
-# On a GPU a measured step costs the host 0.2 ms. A job limited by launching pays that in full, others only where their
-# steps are very short.
-SHORT_STEP_S, SHORT_STEP_ON_GPU_S, COUNTED_STEPS = 0.005, 0.010, 112
-LAUNCH_LIMITED = 0.04
-VERY_SHORT_STEP_S, COUNTED_STEPS_VERY_SHORT = 0.004, 496
-# After this many steps the usual one is well known.
-MANY_STEPS, COUNTED_AFTER_MANY_STEPS = 10_000, 1008
+# A job limited by launching pays for measuring in full, others on a GPU only where their steps are very short.
+SHORT_STEP_S, LAUNCH_LIMITED_STEP_S, VERY_SHORT_STEP_S, LAUNCH_LIMITED = 0.005, 0.010, 0.004, 0.04
+# How long a pause lasts, and how long after so many seconds of steps, when the usual one is well known.
+PAUSE_S, LATER_S, LATER_PAUSE_S = 0.5, 20.0, 2.0
 # A wait for data longer than this is booked even in a pause.
 LONG_WAIT_NS = 2_000_000
 # So is a step that takes longer than this: it did something that the others do not.
@@ -302,10 +300,9 @@ def plan(steps: int, calls: int, step_s: float, scaler: bool, launch_share: floa
     """
     short_s = SHORT_STEP_S
     if launch_share is not None:
-        short_s = SHORT_STEP_ON_GPU_S if launch_share > LAUNCH_LIMITED else VERY_SHORT_STEP_S
+        short_s = LAUNCH_LIMITED_STEP_S if launch_share > LAUNCH_LIMITED else VERY_SHORT_STEP_S
     if steps < MEASURE_ALL_FIRST or step_s > short_s or scaler or calls % steps:
         return None
-    counted = COUNTED_STEPS
-    if step_s < VERY_SHORT_STEP_S:
-        counted = COUNTED_STEPS_VERY_SHORT if steps < MANY_STEPS else COUNTED_AFTER_MANY_STEPS
-    return BurstPlan(MEASURED_STEPS * (calls // steps), counted * (calls // steps))
+    pause_s = PAUSE_S if steps * step_s < LATER_S else LATER_PAUSE_S
+    each = calls // steps
+    return BurstPlan(MEASURED_STEPS * each, math.ceil(pause_s / step_s) * each)

@@ -32,7 +32,8 @@ from fulltilt.records import HotLine, MemoryGrowthRecord, StorageReading, Worker
 # A stack sample costs the worker 0.4 ms: often at first, so that short jobs have their lines, then rarely.
 EARLY_SAMPLES, EARLY_SAMPLE_EVERY_S = 500, 0.02
 SAMPLE_EVERY_S = 0.1
-SEND_EVERY_S = 0.5
+# The training process pays 0.1 ms for each message, so later ones come rarely too.
+SEND_EVERY_S, EARLY_MESSAGES, LATER_SEND_EVERY_S = 0.5, 64, 2.0
 LARGEST_DATAGRAM = 65_536
 QUEUE_BYTES = 1 << 20  # many workers may end together
 MOST_PASSES = 16  # whose reads are counted separately
@@ -180,7 +181,7 @@ class FetchTimer:
                         self._lines.add(view, min(since, 5 * every_s))
                     self._files.look()
                 if now >= next_send:
-                    next_send = now + SEND_EVERY_S
+                    next_send = now + (SEND_EVERY_S if self._sent < EARLY_MESSAGES else LATER_SEND_EVERY_S)
                     switch_interval.apply()
                     self.send()
             except Exception:  # nothing of ours may end or disturb the user's worker
