@@ -173,7 +173,7 @@ def break_the_writer(order: Order) -> None:
 
 
 def test_background_save_fails(tmp_path: Path) -> None:
-    """Seen to fail: with the assignment to `_error` in `Writer._write` removed the run ends with code 0."""
+    """Seen to fail: without the `result` of `Writer.wait` the run ends with code 0."""
     assert victim.exit_code(Order(tmp_path, prepare=break_the_writer)) == 7
     assert_clear(tmp_path, "the checkpoint was not written", "the storage driver is confused")
     assert max(victim.chain(tmp_path)) <= 8, "the error must reach the loop within a step or the next save"

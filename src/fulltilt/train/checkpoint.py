@@ -10,10 +10,10 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -466,38 +466,32 @@ class Writer:
         self.root, self.policy, self.mesh = root, policy, mesh
         self.newest: Checkpoint | None = None
         self.longest_save_s = 0.0
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        # After an exception in the main thread the interpreter still waits for the save.
+        self._thread = ThreadPoolExecutor(1, "fulltilt-checkpoint")
+        self._saving: Future[None] | None = None
 
     def check(self) -> None:
-        """Raise the writer's error since the last call, if any. Never waits."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            if isinstance(error, FulltiltError | KeyboardInterrupt) or lost_contact(error):
-                raise error
-            raise MachineError(f"the checkpoint was not written: {type(error).__name__}: {error}") from error
+        """Raise the error of a save that has ended. Never waits."""
+        if self._saving is not None and self._saving.done():
+            self.wait()
 
     def wait(self) -> None:
         """Wait until everything is on disk. Raises the writer's error."""
-        self.finish()
-        self.check()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def finish(self) -> None:
-        """Wait for a save under way. Raises nothing."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Wait for a save under way, the last one. Raises nothing."""
+        self._thread.shutdown()
 
     def save(self, snapshot: Snapshot, *, background: bool = True) -> None:
         """Write ``snapshot``; its tensors must be frozen. The caller has waited for the save before this one."""
         self.wait()
-        if not background:
-            self._write(snapshot)
-            self.check()
-            return
-        # Not a daemon: after an exception in the main thread the interpreter still waits for the save.
-        self._thread = threading.Thread(target=self._write, args=(snapshot,), name="fulltilt-checkpoint")
-        self._thread.start()
+        if background:
+            self._saving = self._thread.submit(self._write, snapshot)
+        else:
+            self._write(snapshot)  # on this thread, where a second Ctrl-C stops at once
 
     def _write(self, snapshot: Snapshot) -> None:
         begun = time.monotonic()
@@ -506,9 +500,12 @@ class Writer:
             self.newest = write(self.root, snapshot) if group is None else write_shards(self.root, snapshot, group)
             if self.newest is not None:  # else this is not the first rank
                 delete_old(self.root, self.policy, self.newest.step)
-        except BaseException as error:  # raised on the training thread, by `check`
-            self._error = error
-        self.longest_save_s = max(self.longest_save_s, time.monotonic() - begun)
+        except Exception as error:
+            if isinstance(error, FulltiltError) or lost_contact(error):
+                raise
+            raise MachineError(f"the checkpoint was not written: {type(error).__name__}: {error}") from error
+        finally:
+            self.longest_save_s = max(self.longest_save_s, time.monotonic() - begun)
 
 
 def check_space(root: Path, size_bytes: int, policy: KeepPolicy) -> None:
