@@ -153,7 +153,7 @@ class TrainingScreen:
             "fulltilt"
         ).isEnabledFor(logging.DEBUG)
         self.latest: Sample | None = None
-        self._terminal = Terminal(self.stream)
+        self._terminal = Terminal(self.stream if speaks else None)
         self._out = out
         self._relay = _Relay(self)
         self._on_gpu = False
@@ -183,8 +183,7 @@ class TrainingScreen:
 
     def say(self, line: str) -> None:
         """Print a line."""
-        if self.speaks:
-            self._terminal.line(line)
+        self._terminal.line(line)
 
     def warn(self, line: str) -> None:
         """Print a line that starts with a warning."""
@@ -255,8 +254,7 @@ class TrainingScreen:
         if fresh_tenth or now - self._shown_s >= pause_s:
             self._shown_at = self._done if fresh_tenth else self._shown_at
             self._shown_s = now
-            if self.speaks:
-                self._terminal.bar(self._bar(figures))
+            self._terminal.bar(self._bar(figures))
 
     def epoch_trained(self) -> None:
         """The steps of the epoch are done; evaluation follows."""
