@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.recipes.recipe import Recipe, Request
 from fulltilt.train import config
 from fulltilt.train.config import TrainSettings, option
-
-Record = TypeVar("Record")
 
 # Where results go without --out.
 RUNS = Path("fulltilt-runs")
@@ -65,43 +62,29 @@ def read(recipe: Recipe, given: Mapping[str, Any], file: Path | None = None) -> 
     values = {"max_time_s" if key == "max_time" else key: value for key, value in from_file.values.items()}
     names = {"max_time_s": "max_time", **{key: name for key, name in from_file.names.items() if key not in given}}
     values = {**_defaults(recipe), **values, **given}
-    union: Any = _union(recipe.options)  # type: ignore[arg-type, unused-ignore]
     source = "the command line" if file is None else f"{file} and the command line"
-    whole = config.parse(values, union, source, problems=[*from_flags.problems, *from_file.problems], names=names)
-    out = RUNS / recipe.name if whole.out is None else Path(whole.out)
+    own, settings, run = config.parse_together(
+        values,
+        (recipe.options, TrainSettings, RunOptions),
+        source,
+        problems=[*from_flags.problems, *from_file.problems],
+        names=names,
+    )
+    found = own.problems(settings) if hasattr(own, "problems") else []
+    config.refuse([*found, *settings.problems(), *run.problems()], source)
+    out = RUNS / recipe.name if run.out is None else Path(run.out)
     return Request(
-        _part(whole, recipe.options),
-        _part(whole, TrainSettings),
-        data=out / "synthetic" if whole.data == "synthetic" else Path(whole.data),
+        own,
+        settings,
+        data=out / "synthetic" if run.data == "synthetic" else Path(run.data),
         out=out,
-        resume_from=None if whole.resume_from is None else Path(whole.resume_from),
-        fresh=whole.fresh,
-        synthetic=whole.data == "synthetic",
-        gpus=whole.gpus,
+        resume_from=None if run.resume_from is None else Path(run.resume_from),
+        fresh=run.fresh,
+        synthetic=run.data == "synthetic",
+        gpus=run.gpus,
     )
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
     """The recipe's defaults; and workers on all CPUs but one, for the training."""
     return {"workers": max(int(cpu_capacity().usable) - 1, 1), **recipe.settings}
-
-
-def _part(whole: Any, record: type[Record]) -> Record:
-    return record(**{entry.name: getattr(whole, entry.name) for entry in dataclasses.fields(record)})  # type: ignore[arg-type]
-
-
-@functools.cache
-def _union(options: type[Any]) -> type[Any]:
-    """One record with the fields of all three, so that problems and suggestions cover all of them."""
-    records = (options, TrainSettings, RunOptions)
-    fields = [
-        (entry.name, get_type_hints(record)[entry.name], field(default=entry.default, metadata=dict(entry.metadata)))
-        for record in records
-        for entry in dataclasses.fields(record)
-    ]
-
-    def problems(self: Any) -> list[str]:
-        own = [getattr(record, "problems", None) for record in records]
-        return [problem for find in own if find is not None for problem in find(self)]
-
-    return dataclasses.make_dataclass("Asked", fields, namespace={"problems": problems}, frozen=True)

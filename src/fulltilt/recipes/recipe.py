@@ -34,12 +34,12 @@ class Request:
 
     def train(self, job: Job, screen: TrainingScreen | None = None) -> dict[str, float]:
         """Train the job and return the last metrics. Raises FulltiltErrors."""
-        from fulltilt.train import train
+        from fulltilt.train.loop import train
 
         job = replace(job, made_from=mask_config({"data": str(self.data), **asdict(self.options)}))
-        begin = {"resume_from": self.resume_from, "fresh": self.fresh}
-        metrics: dict[str, float] = train(job, self.settings, self.out, **begin, screen=screen).metrics
-        return metrics
+        return train(
+            job, self.settings, self.out, resume_from=self.resume_from, fresh=self.fresh, screen=screen
+        ).metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ class Translated:
 class Recipe:
     """A trainer that ships with Fulltilt.
 
-    ``options`` is a frozen dataclass whose fields are made by ``option``: each is a flag and a key of the config.
+    ``options`` is a frozen dataclass whose fields are made by ``option``: each is a flag and a key of the config. Its
+    ``problems(settings)``, if it has that method, says what does not go together.
     ``settings`` are its defaults of TrainSettings. ``check_options`` checks the options before any data is made or
     read, ``check`` the data; they raise UsageError and DataError. ``run`` trains and returns the last metrics.
     ``synthetic`` and ``synthetic_size`` are kind and samples of ``--data synthetic``. ``translate`` converts

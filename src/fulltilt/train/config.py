@@ -168,20 +168,28 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def parse(
+def parse(given: Mapping[str, Any], record: type[Record], source: str = "settings") -> Record:
+    """A frozen record from plain values. Unknown keys are refused; durations may be written as ``11h``."""
+    made: Record = parse_together(given, (record,), source)[0]
+    if hasattr(made, "problems"):
+        refuse(made.problems(), source)
+    return made
+
+
+def parse_together(
     given: Mapping[str, Any],
-    record: type[Record],
-    source: str = "settings",
+    records: Sequence[type[Any]],
+    source: str,
     *,
     problems: Sequence[str] = (),
     names: Mapping[str, str] | None = None,
-) -> Record:
-    """A frozen record from plain values. Unknown keys are refused; durations may be written as ``11h``.
+) -> list[Any]:
+    """A record of each type from plain values, of which each is a field of one of them. Their own problems are left.
 
     ``problems`` found before are reported with the others; ``names`` maps keys to the names that the user gave.
     """
-    fields = {field.name: field for field in dataclasses.fields(record)}  # type: ignore[arg-type]
-    kinds = get_type_hints(record)
+    fields = {field.name: field for record in records for field in dataclasses.fields(record)}
+    kinds = {name: kind for record in records for name, kind in get_type_hints(record).items()}
     found, values = [*problems], {}
     for key, value in given.items():
         if key not in fields:
@@ -190,12 +198,17 @@ def parse(
         problem, values[key] = _converted(kinds[key], value, key, fields[key].metadata)
         if problem:
             found.append(f"{(names or {}).get(key, key)}: {problem}")
-    if not found:
-        made = record(**values)
-        found = made.problems() if hasattr(made, "problems") else []
-        if not found:
-            return made
-    raise UsageError("\n".join([f"{count('problem', len(found))} in {source}:", *found]))
+    refuse(found, source)
+    return [
+        record(**{field.name: values[field.name] for field in dataclasses.fields(record) if field.name in values})
+        for record in records
+    ]
+
+
+def refuse(problems: Sequence[str], source: str) -> None:
+    """Raise UsageError listing all problems, if there are any."""
+    if problems:
+        raise UsageError("\n".join([f"{count('problem', len(problems))} in {source}:", *problems]))
 
 
 def checked(made: Record) -> Record:

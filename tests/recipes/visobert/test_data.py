@@ -13,6 +13,7 @@ from fulltilt.recipes import options
 from fulltilt.recipes.synthetic import text as made
 from fulltilt.recipes.visobert import RECIPE, VisobertOptions, translate
 from fulltilt.recipes.visobert.data import read_texts
+from fulltilt.train.config import TrainSettings
 
 ROWS = [("hay lắm", "good"), ("chán\nquá", "bad"), ('"ok", bạn', "good"), ("tệ", "bad")]
 
@@ -54,7 +55,7 @@ def test_table_of_another_delimiter_is_read_too(tmp_path: Path) -> None:
     assert found.train.texts == [text for text, _ in ROWS]
     assert found.validation.texts == ["a, b", "c"]
     for wrong in ("a", "a,b,a", "a,b,"):
-        assert VisobertOptions(classes=wrong).problems(), wrong
+        assert VisobertOptions(classes=wrong).problems(TrainSettings()), wrong
 
 
 def test_without_a_validation_file_the_same_share_is_held_out_each_time(tmp_path: Path) -> None:

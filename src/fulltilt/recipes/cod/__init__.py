@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fulltilt.recipes.recipe import Recipe, imported
-from fulltilt.train.config import option
+from fulltilt.train.config import TrainSettings, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class CodOptions:
     balance: float = option(0.01, "Weight of the load-balancing loss of the experts.", least=0)
     include_noncam: bool = option(False, "Also use the images without camouflage (NonCAM).")
 
-    def problems(self) -> list[str]:
-        """Fields that are valid alone, but not together; ``epochs`` is a field of TrainSettings."""
-        epochs = getattr(self, "epochs", None)
-        if epochs is not None and self.stage1_epochs is not None and self.stage1_epochs >= epochs:
+    def problems(self, settings: TrainSettings) -> list[str]:
+        """Fields that are valid alone, but not together."""
+        epochs = settings.epochs
+        if self.stage1_epochs is not None and self.stage1_epochs >= epochs:
             return [f"stage1_epochs ({self.stage1_epochs}) leaves stage 2 no epoch: there are {epochs} in all (epochs)"]
         return []
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from fulltilt.recipes.recipe import Recipe, imported
-from fulltilt.train.config import option
+from fulltilt.train.config import TrainSettings, option
 
 __all__ = ["RECIPE", "Config", "Hdf5Options"]
 
@@ -30,7 +30,7 @@ class Hdf5Options:
     profile_performance: bool = option(True, "Log DataLoader times with TRAINER_LOG_LEVEL=DEBUG.")
     profile_gpu_util: bool = option(True, "Show GPU, CPU and memory use.")
 
-    def problems(self) -> list[str]:
+    def problems(self, _settings: TrainSettings) -> list[str]:
         """Fields that are valid alone, but not together."""
         found = [] if self.width % self.heads == 0 else [f"heads ({self.heads}) do not divide width ({self.width})"]
         if not all(key.strip() for key in self.features.split(",")):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from fulltilt.recipes.recipe import Recipe, imported
 from fulltilt.recipes.visobert.huggingface_config import translate
-from fulltilt.train.config import option
+from fulltilt.train.config import TrainSettings, option
 
 __all__ = ["RECIPE", "VisobertOptions"]
 
@@ -35,8 +35,8 @@ class VisobertOptions:
     hidden_size: int = option(128, "Hidden size of the small XLM-R, a multiple of 32.", least=32)
     num_hidden_layers: int = option(2, "Layers of the small XLM-R.", least=1)
 
-    def problems(self) -> list[str]:
-        """Fields that are valid alone, but not together; some are of TrainSettings."""
+    def problems(self, settings: TrainSettings) -> list[str]:
+        """Fields that are valid alone, but not together."""
         found = []
         if self.hidden_size % 32:
             found.append(f"hidden_size ({self.hidden_size}) is not a multiple of 32, the width of a head")
@@ -44,7 +44,7 @@ class VisobertOptions:
             names = [name.strip() for name in self.classes.split(",")]
             if len(names) < 2 or len(set(names)) < len(names) or not all(names):
                 found.append(f"classes: {self.classes!r} should name two or more, each once")
-        if self.warmup_ratio and (getattr(self, "warmup_epochs", 0) or getattr(self, "warmup_steps", None)):
+        if self.warmup_ratio and (settings.warmup_epochs or settings.warmup_steps):
             found.append("warmup_ratio, warmup_epochs and warmup_steps exclude each other; give only one of them")
         return found
 
