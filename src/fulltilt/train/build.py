@@ -65,7 +65,7 @@ def enter_stage(state: TrainState, epoch: int) -> None:
         state.stepper.optimizer = _optimizer(state)
         state.guard.recent = []  # a stage may have losses of its own
     if index != state.stage_index or thawed:
-        state.stepper.use(state.stepper.optimizer)
+        state.stepper.use_trainable()
     state.stage_index, state.trained = index, names
 
 
@@ -232,10 +232,8 @@ def _stepper(
     if isinstance(job.loss, torch.nn.Module):
         job.loss.to(device)  # class weights have to be where the batches are
     whole = LossModule(model, compiled, job.loss)
-    placement = SingleProcess(whole)
-    if not group.alone:
-        placement = Sharded(whole, group) if sharded else Replicated(whole, group)
-    stepper = Stepper(job, settings, placement, group, screen.warn)
+    kind = SingleProcess if group.alone else Sharded if sharded else Replicated
+    stepper = Stepper(job, settings, kind(whole, group), group, screen.warn)
     replayable = device.type == "cuda" and group.alone and not settings.gradient_checkpointing
     if settings.cuda_graphs and replayable:
         stepper.graphs = cuda_graphs.GraphedModel(model, compiled, screen.warn)
@@ -300,15 +298,13 @@ def _restore(state: TrainState, folder: Path) -> None:
     epoch, consumed = state.progress.epoch, state.progress.consumed
     enter_stage(state, min(epoch - 1 if epoch and not consumed else epoch, state.epochs - 1))
     train_state.restore(folder, state.model, state.parts(), loaded)
-    changed = state.kept_settings.changed
+    changed, then, now = state.kept_settings.changed, state.kept_settings.before, state.kept_settings.now
     if isinstance(state.source, BatchSource) and "batch_size" in changed:
         # Its position counts batches: convert it to the new batch size, rounded down.
-        before, now = (kept["batch_size"] for kept in (state.kept_settings.before, state.kept_settings.now))
-        state.progress.consumed = consumed * before // now
+        state.progress.consumed = consumed * then["batch_size"] // now["batch_size"]
     where = f"in epoch {epoch + 1}" if consumed or not epoch else f"after epoch {epoch}"
     state.screen.say(f"Resuming from {folder} (step {state.progress.step}, {where})")
     if changed:
-        then, now = state.kept_settings.before, state.kept_settings.now
         state.screen.say(f"Changed since: {', '.join(f'{name} {then[name]} → {now[name]}' for name in changed)}")
     if consumed and "samples" in changed:
         state.screen.warn(

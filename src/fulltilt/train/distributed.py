@@ -208,13 +208,13 @@ class SingleProcess:
     ``saving``: the CPU mesh of ranks that each save their own shards.
     """
 
-    divisor = 1
     lockstep = False
     left_out = False
     saving: DeviceMesh | None = None
 
-    def __init__(self, whole: LossModule) -> None:
-        self._whole = whole
+    def __init__(self, whole: LossModule, group: Group) -> None:
+        self._whole, self._group = whole, group
+        self.divisor = group.info.world_size
         self._parameters: Sequence[torch.nn.Parameter] = ()
 
     def use(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -242,7 +242,7 @@ class SingleProcess:
 
     def finish(self, loss: torch.Tensor) -> None:
         """After the last backward, or a failed one: complete the gradient exchange, and average ``loss`` in place."""
-        if self.divisor > 1:
+        if not self._group.alone:
             dist.all_reduce(loss)
             loss /= self.divisor
 
@@ -263,9 +263,7 @@ class Replicated(SingleProcess):
     """
 
     def __init__(self, whole: LossModule, group: Group) -> None:
-        super().__init__(whole)
-        self.divisor = group.info.world_size
-        self._group = group
+        super().__init__(whole, group)
         self._ddp: Any = None
         self._hooks: list[Any] = []
         self._missing: set[int] = set()
@@ -347,9 +345,7 @@ class Sharded(SingleProcess):
     lockstep = True
 
     def __init__(self, whole: LossModule, group: Group) -> None:
-        super().__init__(whole)
-        self.divisor = group.info.world_size
-        self._group = group
+        super().__init__(whole, group)
         from torch.distributed.fsdp import fully_shard  # takes its time to import
 
         mesh = init_device_mesh(group.device.type, (group.info.world_size,))

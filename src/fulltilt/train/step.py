@@ -111,9 +111,8 @@ class Stepper:
         self.stop_flag = 0.0
         self.stop_agreed = 0.0
 
-    def use(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer of a stage; called again whenever the trainable parameters change."""
-        self.optimizer = optimizer
+    def use_trainable(self) -> None:
+        """Train what requires a gradient from now on: at a new stage, and when the trainable parameters change."""
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.placement.use(self._parameters)
 
