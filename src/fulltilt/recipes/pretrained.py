@@ -60,27 +60,21 @@ def load(what: str, name: str, loader: Callable[..., Any], instead: str, **how: 
     try:
         return loader(name, local_files_only=only_kept_files(name, instead), trust_remote_code=False, **how)
     except Exception as error:  # hub, network and damaged files raise anything
-        raise cannot_load(what, name, error, instead) from error
-
-
-def cannot_load(what: str, name: str, error: Exception, instead: str) -> Exception:
-    """The error for a model or tokenizer that a library refuses; the library would advise to trust the file."""
-    if isinstance(error, FulltiltError) or is_out_of_memory(error):
-        return error
-    told = str(error)
-    if isinstance(error, pickle.UnpicklingError) or "weights_only" in told:
-        return DataError(
-            f"the {what} of {name} is refused: it holds more than weights, and loading it could run code"
-            f" ({reason(error)})",
-            "Save its weights with safetensors.",
-        )
-    if "trust_remote_code" in told:
-        return DataError(f"the {what} of {name} is refused: it needs code of its own, which is not run", instead)
-    first = (told.strip().splitlines() or [type(error).__name__])[0]
-    # A folder of a model or tokenizer is damaged; anything else is a wrong flag.
-    damaged = any(Path(name, file).is_file() for file in ("config.json", "tokenizer.json"))
-    kind = DataError if damaged else UsageError
-    return kind(f"the {what} of {name} cannot be loaded: {first[:200]}", instead)
+        if isinstance(error, FulltiltError) or is_out_of_memory(error):
+            raise
+        told = str(error)
+        # In both cases the library would advise to trust the file.
+        if isinstance(error, pickle.UnpicklingError) or "weights_only" in told:
+            why = f"it holds more than weights, and loading it could run code ({reason(error)})"
+            raise DataError(f"the {what} of {name} is refused: {why}", "Save its weights with safetensors.") from error
+        if "trust_remote_code" in told:
+            why = "it needs code of its own, which is not run"
+            raise DataError(f"the {what} of {name} is refused: {why}", instead) from error
+        first = (told.strip().splitlines() or [type(error).__name__])[0]
+        # A folder of a model or tokenizer is damaged; anything else is a wrong flag.
+        damaged = any(Path(name, file).is_file() for file in ("config.json", "tokenizer.json"))
+        kind = DataError if damaged else UsageError
+        raise kind(f"the {what} of {name} cannot be loaded: {first[:200]}", instead) from error
 
 
 def evaluated_weights(folder: Path) -> dict[str, Any]:

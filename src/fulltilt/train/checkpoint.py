@@ -7,6 +7,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -89,13 +90,17 @@ class Checkpoint:
 
 
 def steps_to_delete(checkpoints: Collection[Checkpoint], policy: KeepPolicy) -> list[int]:
-    """The steps whose checkpoints are deleted, oldest first. Of equal metrics the older is kept; the newest stays."""
+    """The steps whose checkpoints are deleted, oldest first; the newest always stays."""
     by_age = sorted(checkpoints, key=lambda c: c.step)
-    rated = [(c.metric, c.step) for c in by_age if c.metric is not None and c.metric == c.metric]
-    sign = -1.0 if policy.mode == "max" else 1.0
-    rated.sort(key=lambda pair: (sign * pair[0], pair[1]))
-    kept = {c.step for c in by_age[-max(policy.last, 1) :]} | {step for _, step in rated[: policy.best]}
-    return [c.step for c in by_age if c.step not in kept]
+    kept = {*by_age[-max(policy.last, 1) :], *best_first(checkpoints, policy.mode)[: policy.best]}
+    return [c.step for c in by_age if c not in kept]
+
+
+def best_first(checkpoints: Collection[Checkpoint], mode: Literal["max", "min"]) -> list[Checkpoint]:
+    """The checkpoints with a metric, the best first; of equal ones the older."""
+    sign = -1.0 if mode == "max" else 1.0
+    rated = [(sign * c.metric, c.step, c) for c in checkpoints if c.metric is not None and not math.isnan(c.metric)]
+    return [checkpoint for _, _, checkpoint in sorted(rated, key=lambda one: one[:2])]
 
 
 def folder_name(step: int) -> str:

@@ -127,12 +127,9 @@ def _data(request: Request, split: Split, tokens: Tokens, pad_id: int, *, traini
 
 def keep_model(request: Request, model: Any, tokenizer: Any) -> None:
     """Save the last or the best weights with their tokenizer in ``OUT/model``."""
-    final, root = request.out / "model", request.out / "checkpoints"
-    saved = checkpoint.described(root)
-    sign = 1 if request.settings.monitor_mode == "max" else -1
-    rated = [(sign * rate, -one.step, one) for one in saved if (rate := one.metric) is not None and rate == rate]
-    best = max(rated)[-1] if rated and request.options.load_best_model_at_end else None
-    weights = pretrained.evaluated_weights((best or saved[0]).folder)
+    final, saved = request.out / "model", checkpoint.described(request.out / "checkpoints")
+    best = checkpoint.best_first(saved, request.settings.monitor_mode) if request.options.load_best_model_at_end else []
+    weights = pretrained.evaluated_weights([*best, *saved][0].folder)
     with written_by_library(final) as private:
         model.save_pretrained(private, state_dict=weights)
         tokenizer.save_pretrained(private)
