@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from fulltilt.recipes.recipe import Recipe, imported
@@ -50,19 +49,16 @@ RECIPE = Recipe(
     run=imported("fulltilt.recipes.carclip.trainer:run"),
     synthetic="cars",
     synthetic_size=4000,
-    # The loss compares the samples of a batch: a smaller last batch would be easier.
-    settings=MappingProxyType(
-        {
-            "batch_size": 96,
-            "workers": 8,
-            "epochs": 20,
-            "lr": 5e-4,
-            "weight_decay": 0.1,
-            "warmup_epochs": 1.0,
-            "clip_norm": 1.0,
-            "cuda_graphs": True,
-            "drop_last": True,
-            "monitor": "recall_at_1",
-        }
-    ),
+    settings={
+        "batch_size": 96,
+        "workers": 8,
+        "epochs": 20,
+        "lr": 5e-4,
+        "weight_decay": 0.1,
+        "warmup_epochs": 1.0,
+        "clip_norm": 1.0,
+        "cuda_graphs": True,
+        "drop_last": True,  # the loss compares the samples of a batch: a smaller last one would be easier
+        "monitor": "recall_at_1",
+    },
 )

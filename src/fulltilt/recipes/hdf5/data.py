@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fulltilt.errors import DataError
 from fulltilt.feed.hdf5_files import Hdf5Table, describe, require_h5py
-
-if TYPE_CHECKING:
-    from fulltilt.recipes.hdf5 import Hdf5Options
+from fulltilt.recipes.hdf5 import Hdf5Options
 
 _SUFFIXES = {".h5", ".hdf5", ".hdf", ".he5"}
 _HELD_OUT = re.compile(r"(val|valid|validation|test)([-_. \d].*)?", re.IGNORECASE)
