@@ -50,19 +50,14 @@ class DualEncoder(torch.nn.Module):
         return scale
 
     def forward(self, images: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings of images (uint8, or float in [0, 1]) and of their captions."""
-        return self.embed_images(images), self.embed_texts(tokens)
-
-    def embed_images(self, images: torch.Tensor) -> torch.Tensor:
-        """[batch, width], float32, normalised."""
+        """Embeddings [batch, width], float32, of images (uint8, or float in [0, 1]) and of their captions."""
         pixels = images.float() / 255 if images.dtype == torch.uint8 else images
         seen = self.clip.vision_model(pixel_values=(pixels - self.mean) / self.std)
-        return functional.normalize(self.clip.visual_projection(seen.pooler_output).float(), dim=-1)
-
-    def embed_texts(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The same for texts. Without a mask: attention is causal, and the end token gives the embedding."""
+        # Without a mask: attention is causal, and the end token gives the embedding.
         read = self.clip.text_model(input_ids=tokens.long())
-        return functional.normalize(self.clip.text_projection(read.pooler_output).float(), dim=-1)
+        of_images = functional.normalize(self.clip.visual_projection(seen.pooler_output).float(), dim=-1)
+        of_texts = functional.normalize(self.clip.text_projection(read.pooler_output).float(), dim=-1)
+        return of_images, of_texts
 
     def gradient_checkpointing_enable(self) -> None:
         """For the engine's setting of that name."""
