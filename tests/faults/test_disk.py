@@ -40,7 +40,7 @@ def fill_the_disk(order: Order) -> None:
     mkdir = Path.mkdir
 
     def counting_mkdir(self: Path, *args: Any, **kwargs: Any) -> None:
-        if self.name.startswith(".partial-step"):
+        if self.name.startswith(".step-"):
             made.append(self)
         mkdir(self, *args, **kwargs)
 
@@ -61,7 +61,7 @@ def test_disk_full(tmp_path: Path) -> None:
     found = newest_complete(tmp_path / "checkpoints")
     assert found.checkpoint is not None
     assert found.checkpoint.step == 3
-    assert not list((tmp_path / "checkpoints").glob(".partial-*"))
+    assert not list((tmp_path / "checkpoints").glob(".*.tmp"))
     assert victim.exit_code(Order(tmp_path)) == 0
 
 

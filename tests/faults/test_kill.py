@@ -50,7 +50,7 @@ SHARDED = [pytest.param(write_whole, id="whole"), pytest.param(write_in_shards, 
 def test_killed_at_every_disk_call_of_the_protocol(
     tmp_path: Path, again: bool, write: Callable[[Path, Snapshot], None]
 ) -> None:
-    """Seen to fail: writing into the final folder instead of `.partial-…` leaves folders that `newest_complete` has to
+    """Seen to fail: writing into the final folder instead of a hidden one leaves folders that `newest_complete` has to
     refuse; without `sweep` the leftovers stay; without `_settle` in it a kill between the two renames of a replaced
     step loses that step."""
     points = 0

@@ -183,8 +183,8 @@ def test_sweeping_puts_a_displaced_checkpoint_back(root: Path) -> None:
     folder = checkpoint.write(root, snapshot(3)).folder
     owned = OwnedFolder(root.parent)
     owned.move(folder, root / ".displaced-step-00000003.1")
-    owned.make(root / ".partial-step-00000003-1")
-    owned.make(root / ".deleted-step-00000001.1")
+    owned.make(root / ".step-00000003.1.tmp")
+    owned.make(root / ".step-00000001.1.tmp")
     checkpoint.prepare(root)
     assert [path.name for path in root.iterdir()] == ["step-00000003"]
     checkpoint.verify(folder)
@@ -195,8 +195,8 @@ def test_files_of_others_survive_wherever_they_lie(root: Path) -> None:
         checkpoint.write(root, snapshot(step))
     (root / "step-00000001" / "notes.txt").write_text("deleted with its checkpoint?")
     (root / "step-00000002" / "notes.txt").write_text("replaced with its checkpoint?")
-    (root / ".partial-step-00000009-1").mkdir()
-    (root / ".partial-step-00000009-1" / "notes.txt").write_text("taken for a leftover?")
+    (root / ".step-00000009.1.tmp").mkdir()
+    (root / ".step-00000009.1.tmp" / "notes.txt").write_text("taken for a leftover?")
     checkpoint.write(root, snapshot(2, metric=0.5))
     checkpoint.write(root, snapshot(3))
     checkpoint.delete_old(root, KeepPolicy(last=1, best=0), 3)

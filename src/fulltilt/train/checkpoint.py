@@ -130,14 +130,13 @@ def prepare(root: Path) -> None:
         folder.remove(folder.make(folder.temporary(root / "probe")))
         for path in sorted(root.glob(".displaced-step-*")):
             _settle(path, root / path.name[len(".displaced-") :].partition(".")[0])
-        for pattern in (".partial-*", ".deleted-*", ".*.tmp"):
-            for path in root.glob(pattern):
-                _discard(path)
+        for path in root.glob(".*.tmp"):
+            _discard(path)
 
 
 def write(root: Path, snapshot: Snapshot) -> Checkpoint:
     """Write a checkpoint: under its name it is complete or absent. Raises MachineError."""
-    partial = root / _partial_name(snapshot)
+    partial = _hidden(root, snapshot.step)
     try:
         with refusals_told(partial, snapshot.size_bytes):
             _begin(partial, [MODEL_FILE])
@@ -154,7 +153,8 @@ def write_shards(root: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Ch
     """
     from fulltilt.train import checkpoint_shards
 
-    first, name, written = dist.get_rank(group) == 0, [_partial_name(snapshot)], []
+    first, written = dist.get_rank(group) == 0, []
+    name = [_hidden(root, snapshot.step).name]
     dist.broadcast_object_list(name, src=0, group=group)
     partial = root / name[0]
     model = {_MODEL + key: tensor for key, tensor in snapshot.model.items()}
@@ -174,8 +174,9 @@ def write_shards(root: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Ch
     return written[0] if first else None
 
 
-def _partial_name(snapshot: Snapshot) -> str:
-    return f".partial-{folder_name(snapshot.step)}-{uuid.uuid4().hex[:12]}"
+def _hidden(root: Path, step: int) -> Path:
+    """An unused name for a checkpoint that is not complete yet, or no longer; `prepare` removes what is left there."""
+    return store.OwnedFolder(root.parent).temporary(root / folder_name(step))
 
 
 def _begin(partial: Path, names: Sequence[str]) -> None:
@@ -229,14 +230,14 @@ def _appear(folder: store.OwnedFolder, partial: Path, final: Path, manifest: dic
 
 def _settle(displaced: Path, final: Path) -> None:
     if final.exists():
-        _delete(displaced, final.name)
+        _delete(displaced)
     elif (folder := _owner(final)).owns(displaced):
         checkpoint_format.rename(folder, displaced, final)
 
 
-def _delete(path: Path, name: str) -> None:
+def _delete(path: Path) -> None:
     """Renamed first: a half-deleted folder must not look like a damaged checkpoint."""
-    hidden = path.with_name(f".deleted-{name}.{uuid.uuid4().hex[:12]}")
+    hidden = _owner(path).temporary(path)
     checkpoint_format.rename(_owner(path), path, hidden)
     _discard(hidden)
 
@@ -264,7 +265,7 @@ def delete_old(root: Path, policy: KeepPolicy, saved: int) -> list[int]:
     doomed = [step for step in steps_to_delete(known, policy) if folder.owns(root / folder_name(step))]
     with refusals_told(root):
         for step in doomed:
-            _delete(root / folder_name(step), folder_name(step))
+            _delete(root / folder_name(step))
     return doomed
 
 
