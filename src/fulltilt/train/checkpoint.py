@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import time
 import uuid
@@ -519,15 +520,12 @@ def check_space(root: Path, size_bytes: int, policy: KeepPolicy) -> None:
 
     Earlier checkpoints of this run count as free space, because new ones replace them.
     """
-    with contextlib.suppress(ImportError):  # Windows has no such limit
-        import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        if limit != resource.RLIM_INFINITY and size_bytes > limit:
-            raise MachineError(
-                f"a checkpoint in {root} needs {size_bytes:,} bytes; the file-size limit is {limit:,}",
-                "Raise it with `ulimit -f unlimited`.",
-            )
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and size_bytes > limit:
+        raise MachineError(
+            f"a checkpoint in {root} needs {size_bytes:,} bytes; the file-size limit is {limit:,}",
+            "Raise it with `ulimit -f unlimited`.",
+        )
     present = sum(file.stat().st_size for folder in folders(root) for file in folder.iterdir())
     kept = policy.last + policy.best
     needed = size_bytes * (kept + 1)

@@ -25,8 +25,6 @@ from fulltilt.store import OwnedFolder, open_plain
 CHUNK_BYTES = 16 * 2**20
 # torch.distributed.checkpoint's own name for the index of the shards.
 SHARDS_FILE = ".metadata"
-_FLAGS = getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
-
 
 FileSum = dict[str, Any]  # the bytes and the sha256 of a file, as the manifest has them
 
@@ -35,7 +33,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileSum:
     """Write a new file and flush it to the disk; hashing happens in the same pass. Raises OSError."""
     digest = hashlib.sha256()
     written = 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     try:
         for part in parts:
             view = memoryview(part).cast("B")

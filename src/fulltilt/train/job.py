@@ -92,12 +92,11 @@ def samples_in(data: Any) -> int | None:
 
 def stage_at(stages: tuple[Stage, ...], epoch: int) -> tuple[int, int]:
     """The index of the stage of ``epoch``, and the epoch within that stage."""
-    first = 0
-    for index, stage in enumerate(stages):
-        if epoch < first + stage.epochs or index == len(stages) - 1:
-            return index, epoch - first
-        first += stage.epochs
-    raise ValueError("a run has at least one stage")
+    index = 0
+    while index < len(stages) - 1 and epoch >= stages[index].epochs:
+        epoch -= stages[index].epochs
+        index += 1
+    return index, epoch
 
 
 def trainable(

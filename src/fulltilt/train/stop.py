@@ -24,7 +24,7 @@ from fulltilt import store
 from fulltilt.errors import FulltiltError, MachineError, StoppedEarly
 
 # Slurm, Kubernetes and Kaggle send the first three before they end a job; SIGHUP comes when its terminal is closed.
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 # The shell's exit code for Ctrl-C.
 INTERRUPTED = 130
@@ -138,7 +138,7 @@ def stop_signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterato
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heeded = [n for n in SIGNALS if n != getattr(signal, "SIGHUP", None) or signal.getsignal(n) is not signal.SIG_IGN]
+    heeded = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield
@@ -151,7 +151,7 @@ def stop_signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterato
 
 
 # Workers write their stacks on this signal; see `listen_in_worker`.
-_STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
+_STACK_SIGNAL = signal.SIGUSR2
 
 
 class Watchdog:
@@ -196,11 +196,10 @@ class Watchdog:
             file.write(f"{told}; stacks of process {os.getpid()}:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        if _STACK_SIGNAL is not None:
-            for child in children:  # kills those that do not listen, as the next loop does
-                with contextlib.suppress(psutil.Error):
-                    child.send_signal(_STACK_SIGNAL)
-            time.sleep(min(0.5, self.timeout_s / 10))  # the workers write their stacks meanwhile
+        for child in children:  # kills those that do not listen, as the next loop does
+            with contextlib.suppress(psutil.Error):
+                child.send_signal(_STACK_SIGNAL)
+        time.sleep(min(0.5, self.timeout_s / 10))  # the workers write their stacks meanwhile
         print(
             f"fulltilt: {told}; all stacks are in {self.log}\n  Raise hang_timeout_s if that may take so long.",
             file=sys.stderr,
@@ -222,7 +221,6 @@ def opened_log(log: Path) -> TextIO:
 
 def listen_in_worker(log: Path) -> None:
     """In a loader worker: write the stack into ``log`` when the watchdog asks for it."""
-    if _STACK_SIGNAL is not None:
-        with contextlib.suppress(OSError, FulltiltError):  # the folder may be on another machine
-            file = opened_log(log)  # open for as long as the worker lives
-            faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)
+    with contextlib.suppress(OSError, FulltiltError):  # the folder may be on another machine
+        file = opened_log(log)  # open for as long as the worker lives
+        faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)
