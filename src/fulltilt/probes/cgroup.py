@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 # --------------------------------------------------------------------------- mounts
 
 
@@ -54,9 +56,6 @@ def _unescape(text: str) -> str:
 
 # --------------------------------------------------------------------------- cgroup
 
-# Version 1 writes "no limit" as the largest multiple of the page size that fits 63 bits.
-_NO_LIMIT_BYTES = 2**60
-
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """The tightest CPU quota of the cgroups of this process, in CPUs; None without a quota."""
@@ -83,8 +82,10 @@ class MemoryGroup:
 
     @classmethod
     def find(cls, root: Path = Path("/")) -> MemoryGroup | None:
-        """The group with the tightest limit; None without a limit."""
-        limited = [cls(folder, limit) for folder in _groups("memory", root) if (limit := _memory_limit_of(folder))]
+        """The group with the tightest limit; None where there is none below the machine's memory."""
+        present = psutil.virtual_memory().total
+        limits = ((folder, _memory_limit_of(folder)) for folder in _groups("memory", root))
+        limited = [cls(folder, limit) for folder, limit in limits if limit is not None and limit < present]
         return min(limited, key=lambda group: group.limit_bytes, default=None)
 
     def used_bytes(self) -> int | None:
@@ -107,8 +108,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 def _memory_limit_of(group: Path) -> int | None:
     words = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
-    limit = int(words[0]) if words and words[0].isdigit() else _NO_LIMIT_BYTES  # "max" is no limit
-    return limit if limit < _NO_LIMIT_BYTES else None
+    return int(words[0]) if words and words[0].isdigit() else None  # version 2 has "max", version 1 a huge number
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

@@ -221,7 +221,7 @@ def _allotted_by_slurm() -> int | None:
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
     """The tightest cgroup memory limit over this process; None where there is none below the machine's memory."""
     group = MemoryGroup.find(root)
-    return group.limit_bytes if group is not None and group.limit_bytes < psutil.virtual_memory().total else None
+    return None if group is None else group.limit_bytes
 
 
 def memory_headroom_bytes(root: Path = Path("/")) -> int:
@@ -251,8 +251,7 @@ class HostProbe:
         self._root = root
         self._clock = clock
         self._tree = ProcessTree(self.root_pid, clock)
-        self._limit_bytes = memory_limit_bytes(root)
-        self._group = None if self._limit_bytes is None else MemoryGroup.find(root)
+        self._group = MemoryGroup.find(root)
         self._tree_cpu_pct = self._tree.cpu_pct()
         self._counters = read_counters(clock())
         self._rates = HostReading()
@@ -265,14 +264,15 @@ class HostProbe:
             self._rates = rates_between(self._counters, counters)
             self._counters, self._tree_cpu_pct = counters, self._tree.cpu_pct()
         memory = psutil.virtual_memory()
-        used = None if self._group is None else self._group.used_bytes()
+        group = self._group
+        used = None if group is None else group.used_bytes()
         shm_total_bytes, shm_free_bytes = shared_memory_bytes(self._root)
         return replace(
             self._rates,
             load_1min=_load_1min(),
             mem_total_bytes=int(memory.total),
             mem_used_bytes=int(memory.total - memory.available) if used is None else used,
-            mem_limit_bytes=self._limit_bytes,
+            mem_limit_bytes=None if group is None else group.limit_bytes,
             tree_pss_bytes=self._tree.pss_bytes(),
             tree_cpu_pct=self._tree_cpu_pct,
             shm_total_bytes=shm_total_bytes,
