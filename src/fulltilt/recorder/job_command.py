@@ -19,11 +19,9 @@ def job_command(arguments: list[str]) -> list[str]:
         raise UsageError("nothing to run", "Give a script: fulltilt run train.py ARGS, or: fulltilt run -- torchrun …")
     python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
     first = arguments[0]
-    if first == "-m":
-        if len(arguments) < 2:
-            raise UsageError("-m needs the name of a module", "For example: fulltilt run -m package.train ARGS")
-        return [*python, *arguments]
-    if first == "-c":
+    if first == "-m" and len(arguments) < 2:
+        raise UsageError("-m needs the name of a module", "For example: fulltilt run -m package.train ARGS")
+    if first in ("-m", "-c"):
         return [*python, *arguments]
     path = Path(first)
     if path.suffix in (".py", ".pyz") or (path.is_dir() and (path / "__main__.py").exists()):
