@@ -14,6 +14,7 @@ import threading
 import time
 
 from fulltilt.probes.rate_limit import RateLimit
+from fulltilt.recorder.marks import Totals
 from fulltilt.recorder.stacks.frames import LineTimes, stack_of, view_of
 from fulltilt.records import ThreadRecord
 
@@ -111,7 +112,7 @@ class OtherThreads:
         self._polled_s = time.monotonic()
         self._ran_s: dict[int, float] = {}  # by the thread's number: all that it ran so far
         self._busy: dict[int, str] = {}
-        self._cpu_s: dict[str, float] = {}
+        self._cpu_s: Totals[str] = Totals()
         self._lines: dict[str, LineTimes] = {}
 
     def poll(self, training: int) -> None:
@@ -131,7 +132,7 @@ class OtherThreads:
                 name = common_name(called)
                 self._busy[thread.ident or 0] = name
                 if name in self._cpu_s or len(self._cpu_s) < MOST_NAMES:
-                    self._cpu_s[name] = self._cpu_s.get(name, 0.0) + ran_s
+                    self._cpu_s[name] += ran_s
 
     def sample(self) -> None:
         """Note the lines that the busy ones are at."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from types import CodeType
@@ -57,7 +58,7 @@ class CallOrder:
     ENOUGH = 3
 
     def __init__(self) -> None:
-        self._before_model: dict[Any, int] = {}
+        self._before_model: Counter[Any] = Counter()
         self._of_model: set[Any] = set()  # called after the model, or calling it
         self._model_since_ns = 0  # the mark before the forward pass that was seen last
 
@@ -65,16 +66,15 @@ class CallOrder:
         """A sample between the optimizer and backward, and those before it."""
         if view.in_model and self._model_since_ns != began_ns:
             self._model_since_ns = began_ns
-            earlier = {one.view.called_at for one in pending if one.began_ns == began_ns and one.view.kind == "torch"}
-            for call in earlier:
-                self._before_model[call] = self._before_model.get(call, 0) + 1
+            earlier = (one.view for one in pending if one.began_ns == began_ns)
+            self._before_model.update({view.called_at for view in earlier if view.kind == "torch"})
         if self._model_since_ns == began_ns:
             self._of_model.add(view.called_at)
 
     def precedes_model(self, view: StackView) -> bool:
         """Whether the loop calls this function before the model, and the function does not call the model."""
         call = view.called_at
-        return call is not None and call not in self._of_model and self._before_model.get(call, 0) >= self.ENOUGH
+        return call is not None and call not in self._of_model and self._before_model[call] >= self.ENOUGH
 
 
 class StackSampler:

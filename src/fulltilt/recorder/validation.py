@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -118,7 +119,7 @@ def function_that_draws(frame: FrameType | None) -> CodeType | None:
 class Generation:
     """Functions that switch the model to make training data, between a batch and its backward: texts, pseudo-labels."""
 
-    _seen: dict[CodeType, int] = field(default_factory=dict)
+    _seen: Counter[CodeType] = field(default_factory=Counter)
     _under_way: tuple[CodeType, int] | None = None
 
     def began(self, loaders: LoaderRegistry, frame: FrameType) -> None:
@@ -133,15 +134,14 @@ class Generation:
             code, drawn = self._under_way
             self._under_way = None
             if drawn == _drawn_for_evaluation(loaders):
-                self._seen[code] = self._seen.get(code, 0) + 1
+                self._seen[code] += 1
 
     def is_rollout(self, loaders: LoaderRegistry, module: Any, frame: FrameType) -> bool:
         """Whether the model is switched to make training data, as libraries for reinforcement learning do.
 
         There, no loader brings data. A user's script without a loader may well validate.
         """
-        code = _switching_code(frame) if self._seen else None
-        if code is not None and self._seen.get(code, 0) >= GENERATES_AFTER:
+        if self._seen and (code := _switching_code(frame)) is not None and self._seen[code] >= GENERATES_AFTER:
             return True
         return not any(stats.trains for stats in loaders.all) and function_that_switches(module, frame) is None
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from multiprocessing import reduction
@@ -50,7 +51,7 @@ class LoaderRegistry:
         self.waiting_for: LoaderStats | None = None
         self.feeding: LoaderStats | None = None
         self.unused = False  # a batch was drawn for training, and no backward has come since
-        self._drawn: dict[int, int] = {}  # since then, from loaders of which it is not known whether they train
+        self._drawn: Counter[int] = Counter()  # since then, from loaders of which it is not known whether they train
         workers.process_recorder = recorder
         self.worker_socket = workers.WorkerSocket()
         self.starting_workers = False
@@ -78,7 +79,7 @@ class LoaderRegistry:
         """A batch was drawn, and not for evaluation."""
         self.feeding, self.unused = stats, True
         if not stats.trains:
-            self._drawn[stats.loader_id] = self._drawn.get(stats.loader_id, 0) + 1
+            self._drawn[stats.loader_id] += 1
 
     def trained(self) -> None:
         """backward() is called: the loader drawn last trains, and those from which as much was drawn (zip)."""

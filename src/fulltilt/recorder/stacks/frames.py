@@ -26,7 +26,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from fulltilt.recorder.marks import Activity
+from fulltilt.recorder.marks import Activity, Totals
 from fulltilt.recorder.stacks.expressions import REMEMBERED, expression_at, line_at, shown_at, work_at
 from fulltilt.recorder.user_code import own_package, owner, shown_path
 from fulltilt.records import HotLine
@@ -436,7 +436,7 @@ class LineTimes:
 
     def __init__(self) -> None:
         # For each line what its calls cost; a call is its text, whether it waits, and what it is inside of.
-        self._lines: dict[tuple[str, str], dict[Call, float]] = {}
+        self._lines: dict[tuple[str, str], Totals[Call]] = {}
 
     def add(self, view: StackView, seconds: float) -> None:
         """Charge a line with some seconds."""
@@ -455,8 +455,7 @@ class LineTimes:
         key = (where, function)
         if key not in self._lines and len(self._lines) >= MOST_LINES:
             self._lines = dict(self._ranked()[: MOST_LINES // 2])
-        calls = self._lines.setdefault(key, {})
-        calls[call, waits, inside] = calls.get((call, waits, inside), 0.0) + seconds
+        self._lines.setdefault(key, Totals())[call, waits, inside] += seconds
 
     def merge(self, lines: Iterable[HotLine]) -> None:
         """Add lines that another process measured."""
@@ -473,11 +472,11 @@ class LineTimes:
         """The costliest lines, first the costliest, their seconds times ``scale``."""
         found = []
         for key, calls in self._ranked()[:most]:
-            texts: dict[tuple[str | None, bool], float] = {}
-            insides: dict[str | None, float] = {}
+            texts: Totals[tuple[str | None, bool]] = Totals()
+            insides: Totals[str | None] = Totals()
             for (text, waits, inside), seconds in calls.items():
-                texts[text, waits] = texts.get((text, waits), 0.0) + seconds
-                insides[inside] = insides.get(inside, 0.0) + seconds
+                texts[text, waits] += seconds
+                insides[inside] += seconds
             costliest = max(texts, key=lambda call: (call[0] is not None, texts[call]))
             within = max(insides, key=insides.__getitem__)
             found.append(HotLine(*key, sum(calls.values()) * scale, *costliest, within))
@@ -487,7 +486,7 @@ class LineTimes:
         """The seconds of each line and its function."""
         return {key: sum(calls.values()) for key, calls in self._lines.items()}
 
-    def _ranked(self) -> list[tuple[tuple[str, str], dict[Call, float]]]:
+    def _ranked(self) -> list[tuple[tuple[str, str], Totals[Call]]]:
         return sorted(self._lines.items(), key=lambda item: (-sum(item[1].values()), item[0]))
 
 
