@@ -6,7 +6,6 @@ Between two checkpoints nothing waits for the device, except to read figures tha
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -383,11 +382,7 @@ def _add(state: TrainState, batch: Piece | None, totals: EpochTotals) -> list[Ma
                 raise RankDoesNotFit(what, "Lower eval_batch_size; the run resumes.") from error
         if not failed_at:
             break
-        # Only now the frames of the failed attempt, and their tensors, are freed.
-        gc.collect()
-        torch.cuda.empty_cache()
-        if not state.stepper.gave_up_graphs("evaluation"):
-            state.eval_micro.halve(failed_at, "in evaluation")
+        state.stepper.make_room(state.eval_micro, failed_at, "evaluation")
     for means, count in found:
         totals.add(means, count)
     return kept

@@ -124,16 +124,11 @@ class Stepper:
             failed_at, self.stop_agreed, left_out = int(agreed[0]), agreed[1], agreed[2]
             if not failed_at:
                 break
-            # Now the frames of the failed attempt, and their tensors, are freed.
-            gc.collect()
-            torch.cuda.empty_cache()
-            if self.gave_up_graphs(f"step {number}"):
-                continue
-            self.micro.halve(failed_at, f"in step {number}")
-            self.say(
-                f"step {number}: memory ran out; going on with micro-batches of {self.micro.most}"
-                f" (the effective batch stays {samples})"
-            )
+            if self.make_room(self.micro, failed_at, f"step {number}"):
+                self.say(
+                    f"step {number}: memory ran out; going on with micro-batches of {self.micro.most}"
+                    f" (the effective batch stays {samples})"
+                )
         if left_out:
             self.placement.forget_left_out()
         figures = self._update(loss)
@@ -141,11 +136,17 @@ class Stepper:
             totals.add(values, count)
         return figures
 
-    def gave_up_graphs(self, where: str) -> bool:
-        """Free the CUDA graphs when memory ran out; False if there were none."""
-        if self.graphs is None or not self.graphs.give_up():
+    def make_room(self, micro: MicroBatch, failed_at: int, where: str) -> bool:
+        """After memory ran out: give up the CUDA graphs, or without any halve ``micro``. Returns whether it was halved.
+
+        Called when the failed attempt has returned, so that its frames hold no tensors any more.
+        """
+        gc.collect()
+        torch.cuda.empty_cache()
+        if self.graphs is not None and self.graphs.give_up():
+            self.say(f"{where}: memory ran out; going on without CUDA graphs")
             return False
-        self.say(f"{where}: memory ran out; going on without CUDA graphs")
+        micro.halve(failed_at, f"in {where}")
         return True
 
     def _attempt(self, taken: list[Piece], samples: int) -> tuple[torch.Tensor, list[tuple[dict[str, Any], int]], int]:
