@@ -60,7 +60,7 @@ def deadly(order: Order) -> dict[str, Any]:
     ],
 )
 def test_a_worker_dies(how: str, words: str, residency: str, tmp_path: Path) -> None:
-    """Seen to fail: without the `except` of `MapSource._batches` the exit code is 1 and the cause is torch's
+    """Seen to fail: without the `except` of `MapSource._read` the exit code is 1 and the cause is torch's
     "DataLoader worker … exited unexpectedly"; with the feed, without `worker_died` in its pool, the run hangs."""
     settings = {"workers": 1, "residency": residency}
     assert victim.exit_code(Order(tmp_path, settings, prepare=deadly, note=how)) == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import signal
@@ -181,19 +182,21 @@ class PlannedSource:
 
     def __init__(self, plan: EpochPlan) -> None:
         self.plan = plan
+        self.batches = RankBatches(plan)  # of the epoch under way
 
-    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Piece | None]]:
-        """The order of the samples, and this rank's micro-batches as pieces; None where no sample could be read."""
+    def _read(self, plan: EpochPlan) -> Iterator[Piece | None]:
+        """This rank's ``batches`` as pieces; None where no sample could be read."""
         raise NotImplementedError
 
     def steps(self, epoch: int, consumed: int) -> Iterator[StepData]:
         """The steps left in ``epoch`` after ``consumed`` samples or ready batches."""
         plan = replace(self.plan, epoch=epoch, start=consumed)
-        order, drawn = self._begin(plan)
+        self.batches.begin(plan)
+        drawn = self._read(plan)
         for step in range(plan.steps):
             first, end = plan.span(step)
             taken = [next(drawn) for _ in plan.shares(step)]
-            names = partial(sample_names, order[first:end])
+            names = partial(sample_names, self.batches.order[first:end])
             yield StepData([piece for piece in taken if piece is not None], end - first, end, names)
 
     def steps_per_epoch(self) -> int:
@@ -228,13 +231,12 @@ class MapSource(PlannedSource):
     ) -> None:
         super().__init__(plan)
         self.device, self.augment = device, augment
-        self._sampler = RankBatches(plan)
         self._bad = BadSamples(len(samples), settings.on_bad_sample, settings.max_bad_share)
         count = part_of(settings.workers, RankInfo(plan.rank, plan.world_size))
         self._generator = torch.Generator()
         self._loader = torch.utils.data.DataLoader(
             SeededSamples(samples, plan.seed),
-            batch_sampler=self._sampler,
+            batch_sampler=self.batches,
             collate_fn=CollateReadable(collate or torch.utils.data.default_collate),
             num_workers=count,
             prefetch_factor=settings.prefetch if count else None,
@@ -244,12 +246,8 @@ class MapSource(PlannedSource):
             generator=self._generator,  # the loader's own draws must not move the run's random state
         )
 
-    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Piece | None]]:
-        self._sampler.begin(plan)
+    def _read(self, plan: EpochPlan) -> Iterator[Piece | None]:
         self._generator.manual_seed(mix(plan.seed, plan.epoch))
-        return self._sampler.order, self._batches(plan, self._sampler.order)
-
-    def _batches(self, plan: EpochPlan, order: torch.Tensor) -> Iterator[Piece | None]:
         drawn = iter(self._loader)
         for low, high in plan.all_shares():
             try:
@@ -259,7 +257,7 @@ class MapSource(PlannedSource):
                 if explained is None:
                     raise
                 raise explained from error
-            ids = order[low:high]
+            ids = self.batches.order[low:high]
             if isinstance(batch, PartialBatch):
                 for failure in self._bad.note(batch.failures):
                     log.warning("skipped %s: %s", failure.where(), failure.message)
@@ -396,18 +394,14 @@ class FeedSource(PlannedSource):
         super().__init__(plan)
         self.loader = loader
 
-    def _begin(self, plan: EpochPlan) -> tuple[torch.Tensor, Iterator[Piece | None]]:
-        batches = RankBatches(plan)
-        self.loader.regroup(batches)
+    def _read(self, plan: EpochPlan) -> Iterator[Piece | None]:
+        self.loader.regroup(copy.copy(self.batches))  # the loader compares its batch size with that of the one before
         self.loader.set_epoch(plan.epoch)
-        return batches.order, self._batches(len(batches))
-
-    def _batches(self, count: int) -> Iterator[Piece | None]:
         drawn = iter(self.loader)
         try:
-            for number in range(count):
+            for left in reversed(range(len(self.batches))):
                 batch = next(drawn)
-                if number == count - 1:
+                if not left:
                     next(drawn, None)  # lets the feed end its epoch
                 yield None if batch is None else (batch, samples_in_batch(batch))
         finally:
