@@ -86,7 +86,7 @@ class Loop:
     def run(self) -> Outcome:
         """Train to the end."""
         state, progress = self.state, self.state.progress
-        state.screen.begin(state.settings, state.stepper.precision.name, state.epochs, state.gpu_names())
+        state.screen.begin(state.settings, state.stepper.precision, state.epochs, state.gpu_names())
         if not self.steps_left:
             state.screen.say(f"Nothing is left to train: step {progress.step} is done already; --fresh starts again")
         try:
@@ -367,7 +367,7 @@ def _add(state: TrainState, batch: Piece | None, totals: EpochTotals) -> list[Ma
             own = [] if batch is None else list(split_batch(*batch, state.eval_micro.most))
             for piece, running in placement.pieces(own):
                 on_device = to_device(piece, state.device, state.stepper.memory_format)
-                with state.stepper.precision.context():
+                with state.stepper.autocast():
                     outcome = placement.evaluate(loss, on_device)
                 value, metrics, rows = value_and_means(outcome, state.device)
                 if running:

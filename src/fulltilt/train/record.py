@@ -212,7 +212,7 @@ def _asked(state: TrainState) -> Settings:
         # Stages may each have their own.
         batch_size=None if any(stage.batch_size for stage in state.stages) else settings.batch_size,
         accumulation=settings.accumulation,
-        precision=state.stepper.precision.name,
+        precision=state.stepper.precision,
         compile=settings.compile,
         residency=settings.residency,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,28 +27,16 @@ from fulltilt.train.optimizers import Ema
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """The precision of the forward pass. ``autocast`` is None for fp32; fp16 needs loss scaling."""
-
-    name: str
-    device: torch.device
-    autocast: torch.dtype | None
-
-    def context(self) -> contextlib.AbstractContextManager[Any]:
-        """The context that the forward pass and the loss run in."""
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast)
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose_precision(name: str, device: torch.device) -> Precision:
+def choose_precision(name: str, device: torch.device) -> str:
     """Resolve ``auto``: bf16 where the GPU has it, fp16 on older GPUs, fp32 on the CPU."""
-    if name == "auto" and device.type == "cuda":
-        name = "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
-    elif name == "auto":
-        name = "fp32"
-    return Precision(name, device, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name))
+    if name != "auto":
+        return name
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
 
 
 def set_tf32(allowed: bool) -> None:
@@ -99,7 +86,7 @@ class Stepper:
         self.model, self.placement, self.group, self.say = job.model, placement, group, say
         self.joint, self.clip_norm = job.joint, settings.clip_norm
         self.precision = choose_precision(settings.precision, group.device)
-        self.scale = LossScale(group.device, active=self.precision.autocast is torch.float16)
+        self.scale = LossScale(group.device, active=self.precision == "fp16")
         self.micro = MicroBatch(splittable=job.splittable)
         self.ema = Ema(job.model, settings.ema_decay) if settings.ema_decay is not None else None
         self.memory_format = torch.channels_last if settings.channels_last else None
@@ -136,6 +123,11 @@ class Stepper:
             totals.add(values, count)
         return figures
 
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context that the forward pass and the loss run in."""
+        half = _HALF.get(self.precision)
+        return contextlib.nullcontext() if half is None else torch.autocast(self.group.device.type, dtype=half)
+
     def make_room(self, micro: MicroBatch, failed_at: int, where: str) -> bool:
         """After memory ran out: give up the CUDA graphs, or without any halve ``micro``. Returns whether it was halved.
 
@@ -151,7 +143,7 @@ class Stepper:
 
     def _attempt(self, taken: list[Piece], samples: int) -> tuple[torch.Tensor, list[tuple[dict[str, Any], int]], int]:
         """Forward and backward over all micro-batches; the last value is 0 or the size that ran out of memory."""
-        device = self.precision.device
+        device = self.group.device
         # Each operation on a scalar costs the host as much as one on a whole batch: keep them few.
         loss: torch.Tensor | None = None
         means: list[tuple[dict[str, Any], int]] = []
@@ -167,7 +159,7 @@ class Stepper:
             for place, (piece, running) in enumerate(pieces):
                 with self.marks.transfer():
                     on_device = to_device(piece, device, self.memory_format)
-                with self.precision.context():
+                with self.autocast():
                     outcome = self.placement.loss_of(on_device, last=place == len(pieces) - 1)
                 value, metrics, _ = value_and_means(outcome, device)
                 share, weight = with_gradient(value).float(), running * self.placement.divisor / samples
