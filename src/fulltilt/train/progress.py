@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import shutil
@@ -74,12 +73,11 @@ def _highest(before: Reading, now: Reading, *names: str) -> Reading:
 
 
 class Terminal:
-    """Writes to ``stream``. Where that is no terminal, the bar is written as an ordinary line."""
+    """Writes to ``stream``, if there is one. Where that is no terminal, the bar is written as an ordinary line."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._gone = stream is None  # started with its output closed
-        self.stream = stream if stream is not None else io.StringIO()
-        self.live = can_redraw(self.stream)
+        self._stream = stream
+        self.live = stream is not None and can_redraw(stream)
         self._rows = 0
         self._lock = threading.Lock()  # warnings come from the sampler's thread
 
@@ -114,16 +112,17 @@ class Terminal:
         return "\r" + "\x1b[1A" * (rows - 1) + "\x1b[J" if rows else ""
 
     def _write(self, text: str) -> None:
-        if self._gone:
+        stream = self._stream
+        if stream is None:
             return
         try:
-            self.stream.write(encodable(text, getattr(self.stream, "encoding", None) or "utf-8"))
-            self.stream.flush()
+            stream.write(encodable(text, getattr(stream, "encoding", None) or "utf-8"))
+            stream.flush()
         except (OSError, ValueError):  # ValueError: somebody has closed the stream
-            self._gone = True  # the terminal or the reader of the pipe is gone: train on
-            if self.stream is sys.stdout:  # or Python exits with code 120 for buffered output
+            self._stream = None  # the terminal or the reader of the pipe is gone: train on
+            if stream is sys.stdout:  # or Python exits with code 120 for buffered output
                 with contextlib.suppress(OSError, ValueError):
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _one_row(text: str) -> str:
