@@ -85,7 +85,7 @@ class BatchCheck:
         self._serial = serial
         self._wanted: list[tuple[Any, bytes]] = []
         self._is_random = False
-        self._before: tuple[list[bytes], dict[tuple[int, str], int], int] | None = None
+        self._before: tuple[list[Any], dict[tuple[int, str], int], int] | None = None
         self._state: bytes | None = None
 
     @property
@@ -108,14 +108,15 @@ class BatchCheck:
         if self._serial:
             if self._state is None:
                 self._look_at_data_set(loader)
-            self._before = (generators_now(), file_positions(), bytes_written())
+            self._before = ([_mark_of(one) for one in _global_generators()], file_positions(), bytes_written())
 
     def fetched(self, indices: Any, batch: Any) -> None:
         """Called with that batch: keeps its digest, since training may change the batch in place."""
         if self._before is not None:
             written = bytes_written()
             generators, positions, written_before = self._before
-            drawn = [one != other for one, other in zip(generators, generators_now(), strict=False)]
+            # NumPy may be imported meanwhile.
+            drawn = [_mark_of(one) != before for one, before in zip(_global_generators(), generators, strict=False)]
             self._is_random = self._is_random or any(drawn)
             self.draws_from_torch = self.draws_from_torch or drawn[0]
             now = file_positions()
@@ -243,7 +244,7 @@ class Pickled(pickle.Pickler):
             self._code.append(item)
             cells = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
             return list, ([*cells, item.__defaults__, item.__kwdefaults__],)
-        generators = (random.Random, torch.Generator, *_numpy_generators(numpy))
+        generators = _generator_types()
         if self._with_generators and isinstance(item, generators):
             return NotImplemented if not isinstance(item, torch.Generator) else (list, (item.get_state().tolist(),))
         if isinstance(item, (*_LEFT_OUT, *generators)) or (isinstance(item, io.IOBase) and item.closed):
@@ -333,7 +334,7 @@ class AttributeWatch:
         self.generators: list[Any] = []
         self._elements = 0
         numpy = sys.modules.get("numpy")
-        generators = (random.Random, torch.Generator, *_numpy_generators(numpy))
+        generators = _generator_types()
         left: deque[tuple[str, Any, bool]] = deque([("", dataset, False)])
         seen = set[int]()
         while left and len(self._places) < MOST_PLACES:
@@ -447,9 +448,8 @@ class _WorkerWatch:
         if self._init is not None:
             self._init(worker)
         self._attributes = AttributeWatch((getattr(get_worker_info(), "dataset", None), self._collate))
-        held = self._attributes.generators if self._exact else []
-        looks = [*_global_draws(), *(_state_of(generator) for generator in held)] if self._exact else []
-        self._drawn = [(look, look()) for look in looks]
+        generators = [*_global_generators(), *self._attributes.generators] if self._exact else []
+        self._generators = [(generator, _mark_of(generator)) for generator in generators]
 
     def collate(self, samples: Any) -> Any:
         """The batch; raises UnfitForWorkersError where more was done than to make it."""
@@ -458,7 +458,7 @@ class _WorkerWatch:
             raise UnfitForWorkersError(
                 f"its data set changes while it makes a batch ({name}), which workers would keep to themselves"
             )
-        if any(look() != before for look, before in self._drawn):
+        if any(_mark_of(generator) != before for generator, before in self._generators):
             raise UnfitForWorkersError(DRAWS)
         return batch
 
@@ -472,8 +472,10 @@ _LEFT_OUT = (
 )
 
 
-def _numpy_generators(numpy: Any) -> tuple[type, ...]:
-    return () if numpy is None else (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
+def _generator_types() -> tuple[type, ...]:
+    of_numpy = getattr(sys.modules.get("numpy"), "random", None)
+    numpys = () if of_numpy is None else (of_numpy.Generator, of_numpy.RandomState, of_numpy.BitGenerator)
+    return (random.Random, torch.Generator, *numpys)
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -483,56 +485,38 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """(get state, set state) of the global random generators, torch's first."""
+def _global_generators() -> list[Any]:
+    """The generators of the modules that have one of their own, torch's first."""
     of_numpy = getattr(sys.modules.get("numpy"), "random", None)
-    return [
-        (torch.get_rng_state, torch.set_rng_state),
-        (random.getstate, random.setstate),
-        *([] if of_numpy is None else [(of_numpy.get_state, of_numpy.set_state)]),
-    ]
+    return [torch.default_generator, random._inst, *([] if of_numpy is None else [of_numpy.mtrand._rand])]
 
 
-def generators_now() -> list[bytes]:
-    """The states of those generators."""
-    states = (get() for get, _ in _generators())
-    return [bytes(state.tolist()) if isinstance(state, torch.Tensor) else pickle.dumps(state) for state in states]
-
-
-def _global_draws() -> list[Callable[[], Any]]:
-    """For each global generator, what changes whenever somebody draws from it."""
-    of_numpy = getattr(sys.modules.get("numpy"), "random", None)
-    others = [] if of_numpy is None else [of_numpy.mtrand._rand]
-    return [_state_of(generator) for generator in (torch.default_generator, random._inst, *others)]
-
-
-def _state_of(generator: Any) -> Callable[[], Any]:
-    """Gives what changes with every draw: comparing whole states would take 100 us for each batch."""
+def _mark_of(generator: Any) -> Any:
+    """What changes with every draw: comparing whole states would take 100 us for each batch."""
     if isinstance(generator, torch.Generator):
-        return lambda: generator.get_state().numpy().tobytes()
+        return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
-
-        def ends() -> Any:
-            _, words, gauss = generator.getstate()
-            return words[0], words[-1], gauss  # the last one counts the words that were drawn
-
-        return ends
+        _, words, gauss = generator.getstate()
+        return words[0], words[-1], gauss  # the last one counts the words that were drawn
     bits = getattr(generator, "bit_generator", None) or getattr(generator, "_bit_generator", generator)
     if type(bits).__name__ == "MT19937":
-        return lambda: ctypes.string_at(bits.ctypes.state_address, 4 * 625)
-    return lambda: pickle.dumps(bits.state)
+        return ctypes.string_at(bits.ctypes.state_address, 4 * 625)
+    return pickle.dumps(bits.state)
 
 
 @contextlib.contextmanager
 def kept_generators(own: torch.Generator | None) -> Iterator[None]:
     """Restore the global generators, and the loader's ``own``, at the end."""
-    generators = [*_generators(), *([] if own is None else [(own.get_state, own.set_state)])]
-    kept = [(put_back, get()) for get, put_back in generators]
+    kept = []
+    for generator in (*_global_generators(), *([] if own is None else [own])):
+        of_python = isinstance(generator, random.Random)
+        get, put_back = ("getstate", "setstate") if of_python else ("get_state", "set_state")
+        kept.append((getattr(generator, put_back), getattr(generator, get)()))
     try:
         yield
     finally:
-        for put_back, state in kept:
-            put_back(state)
+        for put_back_state, state in kept:
+            put_back_state(state)
 
 
 # System files, and those in which JIT compilers (oneDNN) list their code for `perf`.
