@@ -8,14 +8,16 @@ in the same group, which dies of any such signal, shows which signals went to th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 
 # Signals that are sent to `fulltilt run` but meant for the job.
-FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 FROM_KERNEL = 128  # si_code where the terminal signalled the whole foreground group: the job has it already
 WAIT_S = 0.25
 PR_SET_PDEATHSIG = 1
@@ -37,30 +39,22 @@ class LaunchedJob:
     """The job's process; it inherits standard input, output and error."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self._signals = {getattr(signal, name) for name in FORWARDED if hasattr(signal, name)}
-        self._posix = os.name == "posix" and hasattr(signal, "sigtimedwait")
+        libc = ctypes.CDLL(None)
         # Blocked before the child exists, so that none is lost: each one waits until it is forwarded.
-        if self._posix:
-            import ctypes
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})
 
-            libc = ctypes.CDLL(None)
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
+        def begin() -> None:
+            """In the child: the signals that we began with; whoever kills us kills the job, as in a plain run."""
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-            def begin() -> None:
-                """In the child: the signals that we began with; whoever kills us kills the job, as in a plain run."""
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                if sys.platform.startswith("linux"):
-                    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-            self._process = subprocess.Popen(
-                command,
-                env=environment,
-                close_fds=False,  # a shell's <(...) is a descriptor; our own are closed on exec anyway
-                preexec_fn=begin,  # noqa: PLW1509 - safe: no thread has been started yet
-            )
-            self._sentinel = self._start_sentinel()
-        else:
-            self._process = subprocess.Popen(command, env=environment, close_fds=False)
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            close_fds=False,  # a shell's <(...) is a descriptor; our own are closed on exec anyway
+            preexec_fn=begin,  # noqa: PLW1509 - safe: no thread has been started yet
+        )
+        self._sentinel = self._start_sentinel()
 
     @property
     def pid(self) -> int:
@@ -70,19 +64,11 @@ class LaunchedJob:
     def wait(self, tick: Callable[[], None]) -> int:
         """Wait for the job's end, calling ``tick`` a few times a second. Returns its code, or minus its signal."""
         while self._process.poll() is None:
-            if not self._posix:
-                try:
-                    self._process.wait(timeout=WAIT_S)
-                except subprocess.TimeoutExpired:
-                    pass
-                except KeyboardInterrupt:
-                    continue  # the console interrupted the job as well
-            else:
-                got = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, WAIT_S)
-                if got is not None and got.si_signo != signal.SIGCHLD:
-                    self._forward(got)
+            got = signal.sigtimedwait({*FORWARDED, signal.SIGCHLD}, WAIT_S)
+            if got is not None and got.si_signo != signal.SIGCHLD:
+                self._forward(got)
             tick()
-        if self._posix and self._sentinel is not None:
+        if self._sentinel is not None:
             self._sentinel.kill()
             self._sentinel.wait()
         return self._process.returncode
@@ -94,7 +80,7 @@ class LaunchedJob:
 
     def _start_sentinel(self) -> subprocess.Popen[bytes] | None:
         """The sentinel; None where no process can be started: then every signal is forwarded."""
-        numbers = [str(int(number)) for number in (os.getpid(), *self._signals)]
+        numbers = [str(int(number)) for number in (os.getpid(), *FORWARDED)]
         nowhere = subprocess.DEVNULL  # a reader of our output must not wait for the sentinel
         with contextlib.suppress(OSError):
             command = [sys.executable, "-I", "-S", "-c", DIES_OF_SIGNALS, *numbers]
@@ -116,11 +102,9 @@ class LaunchedJob:
         """Die of the signal that ended the job, or return the exit code to use."""
         sys.stdout.flush()
         sys.stderr.flush()
-        if status >= 0 or not self._posix:
+        if status >= 0:
             return status
         number = -status
-        import resource
-
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the job has left its own core dump, if any
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)

@@ -45,11 +45,8 @@ TICK_S = 1.0
 # Up to this many tasks the first one reads at the end what all of them wrote.
 MOST_TASKS_AT_THE_END = 64
 FATAL = frozenset(
-    getattr(signal, name)
-    for name in ("SIGHUP", "SIGQUIT", "SIGABRT", "SIGBUS", "SIGKILL", "SIGSEGV", "SIGTERM")
-    if hasattr(signal, name)
+    (signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
 )
-
 
 EXAMPLES = (
     "fulltilt run train.py --lr 0.1",

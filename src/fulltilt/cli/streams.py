@@ -110,7 +110,7 @@ class StatusBar:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.on = os.name == "posix" and can_redraw(stream)
+        self.on = can_redraw(stream)
         self._rows = 0
 
     def show(self, text: str) -> None:

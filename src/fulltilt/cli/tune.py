@@ -111,8 +111,8 @@ def tune(
     trial_limit_s = None if trial_limit is None else seconds_of("--trial-limit", trial_limit)
     allowed = parse_allow(allow)
     warn_of_flags("tune", OWN_FLAGS, arguments)
-    for name in ("SIGTERM", "SIGHUP"):  # as Ctrl-C: temporary files are deleted on the way out
-        if signal.getsignal(number := getattr(signal, name, signal.SIGTERM)) is signal.SIG_DFL:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: temporary files are deleted on the way out
+        if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
     isolation, reasons = choose(in_place)
     if isolation is None:

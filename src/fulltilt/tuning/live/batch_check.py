@@ -528,8 +528,6 @@ def file_positions() -> dict[tuple[int, str], int]:
 
     Not of files that are only written: logs and Fulltilt's record grow during a fetch, too.
     """
-    if not psutil.LINUX:  # not known elsewhere
-        return {}
     to_read = (file for file in psutil.Process().open_files() if file.mode in ("r", "r+"))
     return {(file.fd, file.path): file.position for file in to_read if not file.path.startswith(NO_DATA)}
 

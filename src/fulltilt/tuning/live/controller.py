@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from dataclasses import dataclass
 
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes, shared_memory_bytes
@@ -193,14 +194,9 @@ def _cpu_share(session: Session, stats: LoaderStats) -> float | None:
 
 
 def _files_left() -> int | None:
-    """File descriptors that this process may still open; None where that is unknown."""
-    try:
-        import resource
-
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return None if soft == resource.RLIM_INFINITY else max(soft - len(os.listdir("/proc/self/fd")), 0)  # noqa: PTH208
-    except (ImportError, OSError):
-        return None
+    """File descriptors that this process may still open; None where there is no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else max(soft - len(os.listdir("/proc/self/fd")), 0)  # noqa: PTH208
 
 
 def _can_pin(session: Session) -> bool:

@@ -180,8 +180,7 @@ class LoaderPool:
 
 
 _with_workers: weakref.WeakSet[LoaderPool] = weakref.WeakSet()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_with_workers.clear)
+os.register_at_fork(after_in_child=_with_workers.clear)
 
 
 @atexit.register

@@ -80,8 +80,6 @@ class Isolation:
 
         Where the study is killed, the trial deletes its scratch folder and the ``temporary`` ones.
         """
-        if not sys.platform.startswith("linux"):
-            return list(command)
         plan = {**asdict(self), "scratch": str(scratch), "study": os.getpid(), "cwd": str(Path.cwd())}
         plan["writable"] = [str(folder.resolve()) for folder in writable]
         plan["temporary"] = [str(folder.resolve()) for folder in (scratch, *temporary)]

@@ -146,7 +146,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         kill_descendants(process.pid)
         with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
