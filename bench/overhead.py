@@ -45,8 +45,9 @@ from fulltilt.recorder.session import Session
 from fulltilt.store import create_folder
 
 WORKERS = 8
-# The recorder measures each of the first 300 steps, and takes more stack samples in the first half minute.
-WARM_UP_S, BLOCK_WARM_UP_STEPS = 30.0, 16
+# The recorder measures each of the first 300 steps, and takes more stack samples in the first half minute. Putting
+# hooks in place or back has Python adapt its bytecode to torch's classes anew, within some fifty steps.
+WARM_UP_S, BLOCK_WARM_UP_STEPS = 30.0, 64
 TRIMMED = 0.1
 PYTHONS_TURN_S = sys.getswitchinterval()
 
