@@ -70,12 +70,20 @@ def test_a_fetch_that_does_not_end_is_told_and_counted_once() -> None:
 
 def test_only_the_last_message_of_each_worker_counts() -> None:
     totals = WorkerTotals()
-    for pid, batches, read_bytes, in_pass in ((1, 2, 10, 1), (2, 3, 20, 1), (1, 5, 40, 2)):
+    for pid, batches, read_bytes, in_pass in ((1, 2, 10, 1), (2, 3, 20, 1), (1, 5, 40, 2), (1, 6, 45, 2)):
         message = replace(TOLD, pid=pid, batches=batches, fetch_s=batches * 0.5, read_bytes=read_bytes)
         totals.add(message, in_pass)
     told = totals.record(0)
-    assert (told.processes, told.batches, told.fetch_s, told.read_bytes) == (2, 8, 4.0, 60)
-    assert told.read_bytes_by_pass == (30, 30)
+    assert (told.processes, told.batches, told.fetch_s, told.read_bytes) == (2, 9, 4.5, 65)
+    assert told.read_bytes_by_pass == (60, 5), "what was read since a message of the first pass"
+
+
+def test_a_pid_used_again_in_a_later_pass_is_another_worker() -> None:
+    totals = WorkerTotals()
+    for in_pass in (1, 2):
+        totals.add(replace(TOLD, in_pass=in_pass, batches=3 - in_pass, read_bytes=10), in_pass)
+    told = totals.record(0)
+    assert (told.processes, told.batches, told.read_bytes_by_pass) == (2, 3, (10, 10))
 
 
 def test_very_many_workers_are_summed_and_not_kept() -> None:
@@ -155,7 +163,7 @@ def test_memory_grows_where_it_does_so_steadily(levels: tuple[int, ...], grows: 
         MemoryReading(at_s, level * 10**6, 7, batches)
         for at_s, level, batches in zip((2.0, 4.0, 8.0), levels, (2, 4, 6), strict=True)
     ]
-    totals.add(replace(TOLD, memory=tuple(readings)))
+    totals.add(replace(TOLD, memory=tuple(readings)), 1)
     growth = totals.record(0).growth
     assert (growth is not None) == grows
     if growth is not None:
@@ -165,7 +173,7 @@ def test_memory_grows_where_it_does_so_steadily(levels: tuple[int, ...], grows: 
 def test_workers_on_their_own_cpus_use_all_of_them_together() -> None:
     totals = WorkerTotals()
     for pid, cpus in ((1, (0,)), (2, (1,)), (3, (1,))):
-        totals.add(replace(TOLD, pid=pid, cpus=cpus))
+        totals.add(replace(TOLD, pid=pid, cpus=cpus), 1)
     assert totals.record(0).cpus == 2
 
 

@@ -225,7 +225,7 @@ class RankState:
             self.threads.poll(self.training_thread)
         for message in self.loaders.worker_socket.receive():
             stats = self.loaders.all[message.loader]
-            in_pass = stats.pass_of_message if stats.described.get("persistent_workers") else message.in_pass
+            in_pass = stats.passes if stats.described.get("persistent_workers") else message.in_pass
             self.workers.setdefault(message.loader, WorkerTotals()).add(message, in_pass)
 
     def exposed_communication_s(self) -> float:

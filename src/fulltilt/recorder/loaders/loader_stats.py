@@ -29,8 +29,6 @@ from fulltilt.records import LoaderRecord
 INSPECT_FIRST = 4
 INSPECT_EVERY = 32
 MOST_SHAPES = 64
-# Workers send a message every half second, and when they end: for so long, messages of the pass before still arrive.
-LAST_MESSAGES_S = 0.45
 # The latest draws, and at least so many, show whether a loader's source works ahead of the training.
 LATEST_DRAWS, FEWEST_DRAWS = 512, 16
 # Where a data set may keep its samples; fewer objects than this take hardly any memory.
@@ -52,7 +50,6 @@ class LoaderStats:
     eval_batches: int = 0
     passes: int = 0
     in_pass: bool = False
-    pass_began_s: float = 0.0
     made_by: str | None = None
     constructed: int = 0
     trains: bool = False
@@ -87,21 +84,9 @@ class LoaderStats:
         """Read the loader's arguments, on the thread that draws from it."""
         self.described, self.last_batch_size = describe(loader), _last_batch_size(loader)
 
-    def read_lengths(self, loader: Any) -> None:
-        """Read again what torch may have asked for since."""
-        self.described["dataset_len"] = length_of(_users_own(stored(loader, "dataset")))
-        self.last_batch_size = _last_batch_size(loader)
-
     def retired(self) -> bool:
         """Whether this loader's passes are over: one made at the same place then takes its place."""
         return self.loader() is None or (self.passes > 0 and not self.in_pass)
-
-    @property
-    def pass_of_message(self) -> int:
-        """The pass of a worker's message that arrives now; just after a pass has begun, the one before."""
-        if self.passes > 1 and time.perf_counter() - self.pass_began_s < LAST_MESSAGES_S:
-            return self.passes - 1
-        return self.passes
 
     @property
     def serial(self) -> bool:

@@ -141,7 +141,7 @@ class LoaderRegistry:
     def learn_length(self, stats: LoaderStats) -> None:
         """The first batch of a pass has come: by now torch has asked the data set for its length."""
         if stats.described.get("dataset_len") is None and (loader := stats.loader()) is not None:
-            stats.read_lengths(loader)
+            stats.read_arguments(loader)
             with self._lock:
                 self._made_before.setdefault((*stats.made_at, stats.described["dataset_len"]), stats)
 
@@ -230,7 +230,6 @@ class LoaderRegistry:
             stats.read_arguments(loader)
         stats.passes += 1
         stats.in_pass = True
-        stats.pass_began_s = time.perf_counter()
         if not recorder.on_training_thread():
             return start()
         began = time.perf_counter()

@@ -329,7 +329,8 @@ class WorkerTotals:
     """The workers of one loader so far: sums over all of them, and the last message of each."""
 
     def __init__(self) -> None:
-        self.last: dict[int, WorkerMessage] = {}  # in the order of arrival
+        # By pid and the pass in which the worker began, in the order of arrival; ``in_pass`` is that of the arrival.
+        self.last: dict[tuple[int, int], WorkerMessage] = {}
         self._processes = 0
         self._sums: dict[str, Any] = {**dict.fromkeys(SUMMED), "batches": 0}
         self._read_in_pass: dict[int, int] = {}
@@ -338,9 +339,11 @@ class WorkerTotals:
         self._lines = LineTimes()
         self._growth = LineGrowth(self._lines)
 
-    def add(self, message: WorkerMessage, in_pass: int = 0) -> None:
-        """Add a worker's message about this pass."""
-        before = self.last.pop(message.pid, None)
+    def add(self, message: WorkerMessage, arrives_in_pass: int) -> None:
+        """Add a worker's message. What it read counts for the pass in which its message before arrived."""
+        key = message.pid, message.in_pass
+        before = self.last.pop(key, None)
+        in_pass = (before or message).in_pass
         self._processes += before is None
         fresh = {name: _difference(getattr(message, name), getattr(before, name, None)) for name in SUMMED}
         for name, figure in fresh.items():
@@ -353,7 +356,7 @@ class WorkerTotals:
         self._chunks = self._chunks or message.chunks
         self._lines.merge(message.lines)
         self._growth.note(self._sums["batches"])
-        self.last[message.pid] = replace(message, lines=())
+        self.last[key] = replace(message, lines=(), in_pass=arrives_in_pass)
         if len(self.last) > MOST_WORKERS:
             del self.last[next(iter(self.last))]
 
