@@ -42,7 +42,6 @@ from fulltilt.recorder.stacks.frames import (
 )
 from fulltilt.recorder.user_code import owner
 
-
 FEWEST_LOOKS = 20  # also on a machine that is full
 
 
