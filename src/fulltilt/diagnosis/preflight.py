@@ -300,9 +300,6 @@ def check_shm(machine: Machine, plan: LoaderPlan) -> CheckLine:
     return CheckLine("/dev/shm", "ok" if fits else "fail" if fails else "warn", figure, remedy)
 
 
-# --------------------------------------------------------------------------- preflight
-
-
 def preflight(
     machine: Machine,
     storage: StorageReading | None = None,

@@ -34,9 +34,6 @@ def _identity(run: Run) -> dict[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------- explain
-
-
 def explain(folder: Path) -> tuple[Run, Diagnosis]:
     """Diagnose the run in ``folder`` and write findings.json and report.html into it. Raises RunFolderError."""
     run = store.load(folder)

@@ -38,7 +38,7 @@ MOST_LINES = 8
 STATES = {"ok": "passed", "warn": "warning", "fail": "failed", "skip": "skipped"}
 
 
-def section(title: str, *content: Child, note: str | None = None) -> Markup | None:
+def _section(title: str, *content: Child, note: str | None = None) -> Markup | None:
     """A section with its heading; None when it has no content."""
     shown = [child for child in content if child]
     if not shown:
@@ -47,7 +47,7 @@ def section(title: str, *content: Child, note: str | None = None) -> Markup | No
     return element("section", heading, shown)
 
 
-def listing(tag: str, items: Sequence[Markup], class_: str) -> Markup | None:
+def _listing(tag: str, items: Sequence[Markup], class_: str) -> Markup | None:
     """A list of ``<li>``; None when it is empty."""
     return element(tag, items, class_=class_) if items else None
 
@@ -71,11 +71,7 @@ def _finding_card(finding: Finding) -> Markup:
     )
 
 
-# --------------------------------------------------------------------------- lines of code
-
-
-def hot_lines(rank: RankRecord) -> list[Markup]:
-    """Tables of the lines that cost most."""
+def _hot_lines(rank: RankRecord) -> list[Markup]:
     tables = []
     for name, lines in run_view.hot_lines(rank, MOST_LINES):
         rows = []
@@ -92,8 +88,7 @@ def hot_lines(rank: RankRecord) -> list[Markup]:
 # --------------------------------------------------------------------------- ranks and GPUs
 
 
-def rank_bars(diagnosis: Diagnosis) -> Markup | None:
-    """The ledger of each rank, which one is the slowest, and how long the others wait for it."""
+def _rank_bars(diagnosis: Diagnosis) -> Markup | None:
     if len(diagnosis.ranks) < 2:
         return None
     order = bucket_order(diagnosis.ledger)
@@ -107,7 +102,7 @@ def rank_bars(diagnosis: Diagnosis) -> Markup | None:
     return element("div", rows, element("p", remark, class_="aside") if remark else None, class_="speeds")
 
 
-def figure_table(
+def _figure_table(
     name: str,
     corner: str,
     columns: Sequence[str],
@@ -125,11 +120,7 @@ def figure_table(
     return element("div", table, class_="scrolling", tabindex="0", role="region", aria_label=name)
 
 
-# --------------------------------------------------------------------------- checklist
-
-
-def check_line(line: CheckLine) -> Markup:
-    """A check with its state, figure and remedy."""
+def _check_line(line: CheckLine) -> Markup:
     remedy = element("small", line.remedy) if line.remedy else None
     return element(
         "li",
@@ -141,7 +132,7 @@ def check_line(line: CheckLine) -> Markup:
 # --------------------------------------------------------------------------- machine and loaders
 
 
-def definitions(name: str, pairs: Iterable[tuple[str, str | None]]) -> Markup | None:
+def _definitions(name: str, pairs: Iterable[tuple[str, str | None]]) -> Markup | None:
     """Names with their values, without unknown ones."""
     known = [(term, value) for term, value in pairs if value not in (None, "", figures.NOT_MEASURED)]
     if not known:
@@ -153,8 +144,7 @@ def definitions(name: str, pairs: Iterable[tuple[str, str | None]]) -> Markup | 
 _USES = {"train": "training", "eval": "evaluation", "unused": "nothing"}
 
 
-def loader_facts(loader: LoaderRecord) -> Markup | None:
-    """A loader: its line, its settings and its batches."""
+def _loader_facts(loader: LoaderRecord) -> Markup | None:
     facts = [
         ("made at", loader.where),
         ("data set", loader.dataset),
@@ -166,11 +156,10 @@ def loader_facts(loader: LoaderRecord) -> Markup | None:
         ("data wait", figures.seconds(loader.wait_s)),
         ("epoch restarts", figures.seconds(loader.restart_s)),
     ]
-    return definitions(f"Loader for {_USES[loader.role]}", facts)
+    return _definitions(f"Loader for {_USES[loader.role]}", facts)
 
 
-def machine(machine: Machine) -> Markup | None:
-    """The machine that the job ran on."""
+def _machine(machine: Machine) -> Markup | None:
     facts = [
         ("host", machine.hostname),
         ("system", machine.platform),
@@ -180,7 +169,7 @@ def machine(machine: Machine) -> Markup | None:
         ("GPU", ", ".join(gpu.name for gpu in machine.gpus) or machine.why_no_gpu),
         *((name, getattr(machine, name.lower())) for name in ("driver", "Python", "torch", "CUDA")),
     ]
-    return definitions("Machine", facts)
+    return _definitions("Machine", facts)
 
 
 # --------------------------------------------------------------------------- page
@@ -257,27 +246,27 @@ def _sections(run: Run, diagnosis: Diagnosis) -> list[Child]:
     cells = run_view.GPU_FIGURES
     gpus = [(f"{gpu.index} {gpu.name}", [cell(gpu) for cell in cells.values()], None) for gpu in diagnosis.gpu]
     return [
-        section(
+        _section(
             "Where the time went",
             ledger_bar(diagnosis.ledger.buckets, order) if order else None,
             ledger_table((run, diagnosis), order) if order else None,
             *(element("p", line, class_="aside") for line in more if line),
             note=f"of {figures.seconds(diagnosis.ledger.wall_s)} of wall time",
         ),
-        section("What to change", listing("ol", cards, "findings"), note="largest gain first"),
-        section("One step, to scale", step_lanes(picture), note=mean) if picture else None,
-        section("Ranks", rank_bars(diagnosis), note="where each rank's time went"),
-        section("Over time", chart_grid(step_charts(run, diagnosis), wide=True)),
-        section(
+        _section("What to change", _listing("ol", cards, "findings"), note="largest gain first"),
+        _section("One step, to scale", step_lanes(picture), note=mean) if picture else None,
+        _section("Ranks", _rank_bars(diagnosis), note="where each rank's time went"),
+        _section("Over time", chart_grid(step_charts(run, diagnosis), wide=True)),
+        _section(
             "The machine",
-            figure_table("GPUs", "GPU", tuple(cells), gpus) if gpus else None,
+            _figure_table("GPUs", "GPU", tuple(cells), gpus) if gpus else None,
             element("p", USE_IS_NOT_WORK, class_="aside") if diagnosis.gpu else None,
             chart_grid(machine_charts(run, diagnosis)),
         ),
-        section("Lines that cost the time", hot_lines(rank) if rank else None),
-        section("Checklist", listing("ul", [check_line(line) for line in diagnosis.checklist], "checklist")),
-        section("Settings and machine", _settings(run, diagnosis)),
-        section("Notes", listing("ul", notes, "notes")),
+        _section("Lines that cost the time", _hot_lines(rank) if rank else None),
+        _section("Checklist", _listing("ul", [_check_line(line) for line in diagnosis.checklist], "checklist")),
+        _section("Settings and machine", _settings(run, diagnosis)),
+        _section("Notes", _listing("ul", notes, "notes")),
     ]
 
 
@@ -291,10 +280,10 @@ def _settings(run: Run, diagnosis: Diagnosis) -> Markup:
     rank = run.ranks[0] if run.ranks else None
     return element(
         "div",
-        definitions("Settings", ((name, run_view.setting(value)) for name, value in diagnosis.settings)),
-        [loader_facts(loader) for loader, _ in used_loaders(rank)] if rank else None,
-        definitions("A step under the profiler", run_view.deep_facts(rank.deep)) if rank and rank.deep else None,
-        machine(run.run.machine),
+        _definitions("Settings", ((name, run_view.setting(value)) for name, value in diagnosis.settings)),
+        [_loader_facts(loader) for loader, _ in used_loaders(rank)] if rank else None,
+        _definitions("A step under the profiler", run_view.deep_facts(rank.deep)) if rank and rank.deep else None,
+        _machine(run.run.machine),
         class_="settings",
     )
 
@@ -325,10 +314,10 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
     note = different_scripts(runs)
     return [
         element("header", eyebrow, element("h1", title), element("p", note) if note else None, class_="verdict"),
-        section("Settings and results", figure_table("Comparison of the runs", "", names, rows, "comparison")),
-        section("Where the time went", ledgers),
-        section("One step, to one scale", steps),
-        section("Each run", folded),
+        _section("Settings and results", _figure_table("Comparison of the runs", "", names, rows, "comparison")),
+        _section("Where the time went", ledgers),
+        _section("One step, to one scale", steps),
+        _section("Each run", folded),
     ]
 
 

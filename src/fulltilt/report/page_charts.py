@@ -16,8 +16,6 @@ from fulltilt.report.legend import BUCKET_LEGEND, PHASE_LEGEND
 from fulltilt.report.markup import Attribute, Markup, element
 from fulltilt.report.run_view import Lane, Reported, StepPicture
 
-# --------------------------------------------------------------------------- scales
-
 
 def nice_top(highest: float) -> float:
     """The next round figure whose half is round as well."""
@@ -256,15 +254,15 @@ def _figure(
     spoken: str,
 ) -> Markup:
     levels = (0.0, 0.5, 1.0)
-    grid = [element("line", x2="100%", y1=y, y2=y, class_="grid") for level in levels for y in [level * HEIGHT]]
-    ticks = []
-    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        place: dict[str, Attribute] = {"x": f"{share:.0%}", "y": HEIGHT + AXIS_HEIGHT - 4, "text_anchor": anchor}
-        ticks.append(element("text", figures.seconds(share * wall_s), **place))
+    whole = HEIGHT + AXIS_HEIGHT
+    grid = [element("line", x2="100%", y1=level * HEIGHT, y2=level * HEIGHT, class_="grid") for level in levels]
+    ticks = [
+        element("text", figures.seconds(level * wall_s), x=f"{level:.0%}", y=whole - 4, text_anchor=anchor)
+        for level, anchor in zip(levels, ("start", "middle", "end"), strict=True)
+    ]
     box: dict[str, Attribute] = {"viewBox": f"0 0 {GRAIN} {GRAIN}", "preserveAspectRatio": "none"}
     inner = element("svg", drawing, width="100%", height=HEIGHT, class_="drawing", **box)
-    size: dict[str, Attribute] = {"width": "100%", "height": HEIGHT + AXIS_HEIGHT}
-    plot = element("svg", grid, inner, ticks, class_="plot", role="img", aria_label=spoken, **size)
+    plot = element("svg", grid, inner, ticks, width="100%", height=whole, class_="plot", role="img", aria_label=spoken)
     labels = [element("span", figures.number(top * (1 - level))) for level in levels]
     keys = [element("span", swatch(colour), label) for colour, label in legend] if len(legend) > 1 else []
     keys += [element("span", element("i", class_="dash"), text) for text in named]

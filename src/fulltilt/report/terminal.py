@@ -24,13 +24,11 @@ from fulltilt.store import REPORT_FILE
 BULLET, ARROW = "·", "→"
 
 
-def fill(entry: LegendEntry, colour: bool) -> tuple[str, str]:
-    """The character and the style of a segment."""
+def _fill(entry: LegendEntry, colour: bool) -> tuple[str, str]:
     return ("█", entry.colour) if colour else (entry.pattern, "")
 
 
-def bucket_parts(buckets: Buckets, order: Iterable[str]) -> list[tuple[LegendEntry, float]]:
-    """Buckets with their legend, in the given order."""
+def _bucket_parts(buckets: Buckets, order: Iterable[str]) -> list[tuple[LegendEntry, float]]:
     return [(BUCKET_LEGEND[name], getattr(buckets, name)) for name in order]
 
 
@@ -39,7 +37,7 @@ def ledger_bar(parts: Sequence[tuple[LegendEntry, float]], width: int, colour: b
     bar = Text(no_wrap=True)
     total, reached = sum(length for _, length in parts), 0.0
     for entry, length in parts if total else ():
-        character, style = fill(entry, colour)
+        character, style = _fill(entry, colour)
         reached += length
         bar.append(character * (round(reached / total * width) - bar.cell_len), style)
     return bar
@@ -68,13 +66,12 @@ def step_lines(picture: StepPicture, width: int, colour: bool) -> list[Text]:
     return lines
 
 
-def heading(console: Console, name: str, detail: str = "") -> None:
-    """A heading, after an empty line."""
+def _heading(console: Console, name: str, detail: str = "") -> None:
     console.print()
     console.print(Text(name, "bold underline").append(f"  {detail}" if detail else "", "not bold not underline dim"))
 
 
-def hanging(mark: str, text: Text, indent: int = 4) -> Padding:
+def _hanging(mark: str, text: Text, indent: int = 4) -> Padding:
     """Text that wraps under itself, not under its bullet."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_row(mark, text)
@@ -88,17 +85,16 @@ MOST_LINES = 5
 GPU_COLUMNS = ("use", "SM active", "memory, peak", "power", "hottest")
 
 
-def show_hot_lines(console: Console, run: Run) -> None:
-    """The lines that cost most, and what the profiler saw in a step."""
+def _show_hot_lines(console: Console, run: Run) -> None:
     if not run.ranks:
         return
     rank = run.ranks[0]
     if rank.deep is not None:
         known = [fact for fact in run_view.deep_facts(rank.deep) if fact[1] != figures.NOT_MEASURED]
-        heading(console, "A step under the profiler")
+        _heading(console, "A step under the profiler")
         console.print(Text(one_line(" · ".join(f"{name} {figure}" for name, figure in known))))
     for name, lines in run_view.hot_lines(rank, MOST_LINES):
-        heading(console, name)
+        _heading(console, name)
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(justify="right", no_wrap=True)
         table.add_column(overflow="fold")
@@ -112,8 +108,7 @@ def show_hot_lines(console: Console, run: Run) -> None:
         console.print(table)
 
 
-def show_ranks(console: Console, diagnosis: Diagnosis, colour: bool) -> None:
-    """The ledger of each rank, which one is the slowest, and how long the others wait for it."""
+def _show_ranks(console: Console, diagnosis: Diagnosis, colour: bool) -> None:
     ranks, detail = diagnosis.ranks, ""
     if len(ranks) < 2:
         return
@@ -121,7 +116,7 @@ def show_ranks(console: Console, diagnosis: Diagnosis, colour: bool) -> None:
     longest_wait_s = max(rank.waits_s for rank in ranks)
     if slowest is not None and longest_wait_s > 0:
         detail = f"rank {slowest.rank} is the slowest; the others wait for it up to {figures.seconds(longest_wait_s)}"
-    heading(console, "Ranks", detail)
+    _heading(console, "Ranks", detail)
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(no_wrap=True)
@@ -135,7 +130,7 @@ def show_ranks(console: Console, diagnosis: Diagnosis, colour: bool) -> None:
         state = "slowest" if rank.slowest else f"waits {figures.seconds(rank.waits_s)}"
         table.add_row(
             Text(name, "bold" if rank.slowest else ""),
-            ledger_bar(bucket_parts(rank.buckets, order), max(room, 10), colour),
+            ledger_bar(_bucket_parts(rank.buckets, order), max(room, 10), colour),
             f"works {figures.seconds(rank.own_work_s)}",
             Text(f"{state}{end}", "dim"),
         )
@@ -144,11 +139,10 @@ def show_ranks(console: Console, diagnosis: Diagnosis, colour: bool) -> None:
         console.print(Text(remark, "yellow"))
 
 
-def show_gpus(console: Console, gpus: Sequence[GpuSummary]) -> None:
-    """Each GPU over the training part: utilisation, and what shows whether it is real work."""
+def _show_gpus(console: Console, gpus: Sequence[GpuSummary]) -> None:
     if not gpus:
         return
-    heading(console, "GPU", "use: time with any kernel running · SM active: how much of the GPU was busy")
+    _heading(console, "GPU", "use: time with any kernel running · SM active: how much of the GPU was busy")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("", overflow="ellipsis", no_wrap=True, max_width=max(console.width - 55, 12))
     shown = {name: cell for name, cell in run_view.GPU_FIGURES.items() if name in GPU_COLUMNS}
@@ -159,11 +153,10 @@ def show_gpus(console: Console, gpus: Sequence[GpuSummary]) -> None:
     console.print(table)
 
 
-def show_checklist(console: Console, checklist: Sequence[CheckLine]) -> None:
-    """Each check with its state, figure and remedy."""
+def _show_checklist(console: Console, checklist: Sequence[CheckLine]) -> None:
     if not checklist:
         return
-    heading(console, "Checklist")
+    _heading(console, "Checklist")
     table = Table.grid(padding=(0, 2, 0, 0))
     for line in checklist:
         text = Text(one_line(line.name)).append(f"  {one_line(line.figure)}", "dim")
@@ -173,14 +166,13 @@ def show_checklist(console: Console, checklist: Sequence[CheckLine]) -> None:
     console.print(table)
 
 
-def show_notes(console: Console, run: Run, diagnosis: Diagnosis) -> None:
-    """What the recorder noticed, and which rules lacked evidence."""
+def _show_notes(console: Console, run: Run, diagnosis: Diagnosis) -> None:
     notes = run_view.notes(run, diagnosis)
     if not notes:
         return
-    heading(console, "Notes")
+    _heading(console, "Notes")
     for note in notes:
-        console.print(hanging(BULLET, Text(one_line(note), "dim"), indent=0))
+        console.print(_hanging(BULLET, Text(one_line(note), "dim"), indent=0))
 
 
 # --------------------------------------------------------------------------- runs
@@ -209,11 +201,11 @@ def show(console: Console, runs: Sequence[Reported]) -> None:
     _show_ledger(console, (run, diagnosis), colour)
     _show_step(console, run, diagnosis, colour)
     _show_findings(console, diagnosis.findings)
-    show_hot_lines(console, run)
-    show_ranks(console, diagnosis, colour)
-    show_gpus(console, diagnosis.gpu)
-    show_checklist(console, diagnosis.checklist)
-    show_notes(console, run, diagnosis)
+    _show_hot_lines(console, run)
+    _show_ranks(console, diagnosis, colour)
+    _show_gpus(console, diagnosis.gpu)
+    _show_checklist(console, diagnosis.checklist)
+    _show_notes(console, run, diagnosis)
 
 
 # --------------------------------------------------------------------------- the answer
@@ -258,10 +250,10 @@ def _figures(diagnosis: Diagnosis) -> Iterable[str]:
 
 def _show_ledger(console: Console, reported: Reported, colour: bool) -> None:
     ledger = reported[1].ledger
-    parts = bucket_parts(ledger.buckets, bucket_order(ledger))
+    parts = _bucket_parts(ledger.buckets, bucket_order(ledger))
     if not parts:
         return
-    heading(console, "Where the time went", f"of {figures.seconds(ledger.wall_s)} of wall time")
+    _heading(console, "Where the time went", f"of {figures.seconds(ledger.wall_s)} of wall time")
     console.print(ledger_bar(parts, console.width, colour))
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column()
@@ -269,7 +261,7 @@ def _show_ledger(console: Console, reported: Reported, colour: bool) -> None:
         table.add_column(base, justify="right")
     decimals = run_view.decimals(ledger.wall_s)
     for (entry, size), bucket in zip(parts, bucket_order(ledger), strict=True):
-        character, style = fill(entry, colour)
+        character, style = _fill(entry, colour)
         label = Text(character * 2, style).append(f" {entry.label}", "default")
         row: list[Text | str] = [label, f"{size:.{decimals}f} s", figures.percent(size / ledger.wall_s)]
         row.append(figures.percent(run_view.bucket_after_startup(bucket, reported)))
@@ -283,7 +275,9 @@ def _show_step(console: Console, run: Run, diagnosis: Diagnosis, colour: bool) -
     picture = step_picture(run, diagnosis)
     if picture is None:
         return
-    heading(console, "One step, to scale", f"{figures.seconds(picture.step_s)}, mean of {figures.whole(picture.steps)}")
+    _heading(
+        console, "One step, to scale", f"{figures.seconds(picture.step_s)}, mean of {figures.whole(picture.steps)}"
+    )
     for line in step_lines(picture, console.width, colour):
         console.print(line)
 
@@ -291,7 +285,7 @@ def _show_step(console: Console, run: Run, diagnosis: Diagnosis, colour: bool) -
 def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
     if not findings:
         return
-    heading(console, "What to change", "largest gain first")
+    _heading(console, "What to change", "largest gain first")
     for place, finding in enumerate(findings, start=1):
         head = Text(f"{place:>2}  {finding.title}", "bold")
         gain = figures.speedup(finding.predicted_speedup)
@@ -304,8 +298,8 @@ def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
         label.append("".join(f" {BULLET} {one_line(detail)}" for detail in details if detail), "dim")
         console.print(Padding(label, (0, 0, 0, 4), expand=False))
         for evidence in finding.evidence:
-            console.print(hanging(BULLET, Text(one_line(evidence))))
-        console.print(hanging(ARROW, Text(clean(finding.fix), "green")))
+            console.print(_hanging(BULLET, Text(one_line(evidence))))
+        console.print(_hanging(ARROW, Text(clean(finding.fix), "green")))
 
 
 def _show_comparison(console: Console, runs: Sequence[Reported], colour: bool) -> None:
@@ -328,14 +322,14 @@ def _show_comparison(console: Console, runs: Sequence[Reported], colour: bool) -
         console.print(Text(f"The same in all: {f' {BULLET} '.join(alike)}", "dim"))
     order = [name for name in BUCKETS if any(getattr(answer.ledger.buckets, name) > 0 for _, answer in runs)]
     for name, (_, diagnosis) in zip(names, runs, strict=True):
-        heading(console, name, figures.seconds(diagnosis.ledger.wall_s))
-        console.print(ledger_bar(bucket_parts(diagnosis.ledger.buckets, order), console.width, colour))
+        _heading(console, name, figures.seconds(diagnosis.ledger.wall_s))
+        console.print(ledger_bar(_bucket_parts(diagnosis.ledger.buckets, order), console.width, colour))
         console.print(Text(clean(diagnosis.verdict.sentence)))
         for finding in diagnosis.findings[:1]:
-            console.print(hanging(ARROW, Text(clean(finding.fix), "green"), indent=0))
+            console.print(_hanging(ARROW, Text(clean(finding.fix), "green"), indent=0))
     legend = Text()
     for name in order:
-        character, style = fill(BUCKET_LEGEND[name], colour)
+        character, style = _fill(BUCKET_LEGEND[name], colour)
         legend.append(character * 2, style).append(f" {BUCKET_LEGEND[name].label}  ", "dim")
     console.print()
     console.print(legend)
