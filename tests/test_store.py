@@ -29,6 +29,7 @@ from fulltilt.records import (
     Sample,
     Span,
 )
+from fulltilt.store import owned_folder
 
 MACHINE = Machine(
     hostname="box",
@@ -185,6 +186,17 @@ def test_a_writer_goes_on_after_a_torn_line(tmp_path: Path, cut: str) -> None:
     again.write([a_sample(7)])
     again.close()
     assert list(store.read_lines(path, Sample)) == [*(a_sample(i) for i in range(kept)), a_sample(7)]
+
+
+def test_a_file_goes_on_after_a_second_writer_was_killed(tmp_path: Path) -> None:
+    path = store.create_folder(tmp_path / "study") / "trials.jsonl"
+    for last in (0, 1, 2):  # the first one ends, the others are killed before they close the file
+        writer = store.LineWriter(path)
+        writer.write([a_sample(last)])
+        if not last:
+            writer.close()
+        owned_folder._known.clear()  # as in another process
+    assert list(store.read_lines(path, Sample)) == [a_sample(i) for i in range(3)]
 
 
 def test_a_long_torn_line_is_dropped_whole(tmp_path: Path) -> None:

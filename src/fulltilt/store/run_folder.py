@@ -343,8 +343,8 @@ class LineWriter:
         self._closed = False
         try:
             self._owner = OwnedFolder.around(path)
-            if self._owner is not None and not self._owner.check(self._absolute).exists():
-                os.close(self._owner.create(self._absolute, PRIVATE))
+            if self._owner is not None:
+                os.close(self._owner.append(self._absolute, PRIVATE))
             with _opened(path, os.O_CREAT) as fd:
                 self._inode = os.fstat(fd).st_ino
                 _mend_end(fd, path)
