@@ -158,9 +158,8 @@ def host_code(evidence: Evidence) -> Judgement:
     """The script's own Python in the training loop, while nothing computes. Slow launches are not counted."""
     launch_s, lines = evidence.launch_s, evidence.host_lines
     if evidence.on_gpu and launch_s is None and not lines:
-        return Abstention(
-            "host_code", "what the host did while the GPU idled (launching kernels, or the script's own code)"
-        )
+        lacks = "what the host did while the GPU idled (launching kernels, or the script's own code)"
+        return Abstention("host_code", lacks)
     grows = _growing_part(evidence)  # reported as slowing_down
     cost_s = (1 - grows) * _own_code_s(evidence)
     share = evidence.share(cost_s)
@@ -190,14 +189,12 @@ def host_code(evidence: Evidence) -> Judgement:
         return found(evidence, "host_code", cost_s, facts, fix, None, predicted)
     if lines and not call and is_library_code(lines[0]):
         where = _users_call(evidence)
-        part_s = cost_s * lines[0].seconds / max(sum(line.seconds for line in lines), lines[0].seconds)
+        part = lines[0].seconds / max(sum(line.seconds for line in lines), lines[0].seconds)
         fix = (
             f"{lines[0].function} ({lines[0].where}) is library code: change how often it logs, plots or copies "
             f"(log_every_n_steps=, logging_steps= and the like){at(where)}."
         )
-        return found(
-            evidence, "host_code", cost_s, facts, fix, where or lines[0].where, by_removing(evidence.share(part_s))
-        )
+        return found(evidence, "host_code", cost_s, facts, fix, where or lines[0].where, by_removing(part * share))
     fix = f"Find the slow code: {_OTHERWISE.format(every=100)}."
     # A line of the loop's own function is not inside the call.
     slow = call if thin or (call and lines and lines[0].function == call.function) else next(iter(lines), None)
@@ -208,10 +205,8 @@ def host_code(evidence: Evidence) -> Judgement:
 
 def _computing_in(evidence: Evidence, call: HotLine) -> list[str]:
     """A fact about what torch computes in a call of the training loop; none where that is hardly anything."""
-    same = (
-        line for line in evidence.rank.computing_calls if (line.where, line.function) == (call.where, call.function)
-    )
-    computing_s = sum(line.seconds for line in same)
+    calls = evidence.rank.computing_calls
+    computing_s = sum(c.seconds for c in calls if (c.where, c.function) == (call.where, call.function))
     if computing_s < THRESHOLDS.telling_line_share * call.seconds:
         return []
     return [f"what torch computes in {call_at(call)} counts as compute: {seconds(computing_s)} more"]
@@ -242,9 +237,8 @@ def _speed_up_line(line: HotLine, call: HotLine, share: float, seldom: bool, fed
     if advice is _OTHERWISE and re.search(r"\b(torch|np|numpy|linalg)\.", text):
         advice = _LESS_OFTEN  # it already works on whole tensors
     every = next((n for n in (10, 20, 50) if share / n <= 0.01), 100)
-    place = (
-        call if advice in (_LESS_OFTEN, _OTHERWISE, _SELDOM) else line
-    )  # one line of a function is not to be done more seldom
+    # One line of a function is not to be done more seldom.
+    place = call if advice in (_LESS_OFTEN, _OTHERWISE, _SELDOM) else line
     return f"{call_at(place)}: {advice.format(every=every)}."
 
 

@@ -134,15 +134,11 @@ def epoch_restart(evidence: Evidence) -> Judgement:
             fix += " They are spawned, so each start imports the script and its modules again."
     else:
         fix = (
-            ""
-            if keeps or loader.persistent_workers
-            else f"{loader.made_by} has no setting that keeps workers between passes. "
+            f"Make fewer, longer passes{at(loader.where)}: RandomSampler(dataset, num_samples=k * len(dataset), "
+            "replacement=False) goes k times through the data in one pass."
         )
-        fix += (
-            f"Make fewer, longer passes{at(loader.where)}: "
-            "RandomSampler(dataset, num_samples=k * len(dataset), replacement=False) goes k times through the data "
-            "in one pass."
-        )
+        if not keeps and not loader.persistent_workers:
+            fix = f"{loader.made_by} has no setting that keeps workers between passes. {fix}"
     low, high = by_removing(share)
     if loader.batches <= loader.passes * loader.num_workers * (loader.prefetch_factor or 2):
         # All batches of such a short pass are requested at its start: waiting for them is part of the restart.
@@ -204,15 +200,13 @@ def shm_small(evidence: Evidence) -> Judgement:
         f"{size(loader.batch_bytes)} = {size(needed)} in shared memory",
         f"/dev/shm has {size(total)}",
     ]
-    fix = f"Give the container more shared memory (docker run --shm-size={math.ceil(2 * needed / 1e9)}g)"
-    if 1 <= fits < prefetch:
-        fix += f", or lower prefetch_factor {prefetch} → {fits}{at(loader.where)}"
-    else:
-        fix += f", or use fewer workers{at(loader.where)}"
+    less = f"lower prefetch_factor {prefetch} → {fits}" if 1 <= fits < prefetch else "use fewer workers"
+    more = f"Give the container more shared memory (docker run --shm-size={math.ceil(2 * needed / 1e9)}g)"
     # The batches in use and under construction come on top: a job that died near the limit died of it.
     died = evidence.run.run.state in ("crashed", "killed")
     severity: Severity = "severe" if needed > total or died else "warn"
-    return found(evidence, "shm_small", 0.0, facts, fix + ".", loader.where, None, severity)
+    fix = f"{more}, or {less}{at(loader.where)}."
+    return found(evidence, "shm_small", 0.0, facts, fix, loader.where, None, severity)
 
 
 def passes_through_shm(loader: LoaderRecord) -> bool:
