@@ -36,20 +36,17 @@ def opened(path: Path) -> Iterator[Image.Image]:
 def sizes(paths: Iterable[Path]) -> list[tuple[int, int]]:
     """Width and height of each image. Raises DataError naming the first that cannot be read."""
 
-    def size(path: Path) -> tuple[int, int] | DataError:
-        try:
-            with opened(path) as picture:
-                return picture.width, picture.height
-        except DataError as error:
-            return error
+    def size(path: Path) -> tuple[int, int]:
+        with opened(path) as picture:
+            return picture.width, picture.height
 
     with ThreadPoolExecutor(16) as readers:  # only headers are read, and a network disk answers many at once
-        found = list(readers.map(size, paths))
-    bad = [each for each in found if isinstance(each, DataError)]
+        found = [readers.submit(size, path) for path in paths]
+    bad = [error for each in found if isinstance(error := each.exception(), DataError)]
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         raise DataError(f"{bad[0].what}{more}", bad[0].remedy)
-    return [each for each in found if not isinstance(each, DataError)]
+    return [each.result() for each in found]
 
 
 def as_rgb(image: Any) -> Image.Image:
