@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 from torch import nn
@@ -197,14 +198,11 @@ def blocks(backbone: nn.Module) -> list[tuple[str, ...]]:
     units = [name for name, _ in children]
     if len(units) < 5:  # a transformer keeps all its blocks in one child
         units = [unit for name, child in children for unit in _inner(name, child)]
-    groups = []
-    for remaining in range(min(5, len(units)), 0, -1):
-        # The shallow groups take the remainder: their units are small.
-        size = len(units) // remaining
-        groups.append(tuple(f"{prefix}{unit}.*" for unit in units[len(units) - size :]))
-        units = units[: len(units) - size]
+    # The shallow groups take the remainder: their units are small.
+    parts = np.array_split(units, max(min(5, len(units)), 1))
+    groups = [tuple(f"{prefix}{unit}.*" for unit in part) for part in parts]
     # The last group includes parameters of no unit, such as position embeddings.
-    return [*groups[:-1], ("backbone.*",)]
+    return [*reversed(groups[1:]), ("backbone.*",)]
 
 
 def _inner(name: str, module: nn.Module) -> list[str]:
