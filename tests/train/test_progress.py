@@ -72,7 +72,7 @@ def test_an_epoch_on_a_gpu_reads_as_the_guides_write_it(
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
     screen = TrainingScreen(tmp_path, stream=stream)
-    screen.begin(TrainSettings(batch_size=128), "fp32", 20, ["Tesla T4", "Tesla T4"])
+    screen.begin(TrainSettings(batch_size=128, epochs=20), "fp32", ["Tesla T4", "Tesla T4"])
     screen.debugging = True
     screen.epoch_begins(0, 384, 0)
     for step in range(384):
@@ -110,7 +110,7 @@ def test_what_is_left_of_an_epoch_is_not_taken_for_the_batch_size(tmp_path: Path
     """Seen to fail: a run resumed at the last step of an epoch told `Batch size: 4 (expected: 8)` of 20 samples."""
     stream = io.StringIO()
     screen = TrainingScreen(tmp_path, stream=stream)
-    screen.begin(TrainSettings(batch_size=8), "fp32", 2, [])
+    screen.begin(TrainSettings(batch_size=8, epochs=2), "fp32", [])
     screen.epoch_begins(0, 3, done=2)
     screen.stepped(4)
     assert stream.getvalue() == ""

@@ -296,7 +296,7 @@ def _restore(state: TrainState, folder: Path) -> None:
     # First the optimizer of the last step, then its state: each stage makes its own optimizer.
     train_state.take_over(folder, "progress", state.progress, saved)
     epoch, consumed = state.progress.epoch, state.progress.consumed
-    enter_stage(state, min(epoch - 1 if epoch and not consumed else epoch, state.epochs - 1))
+    enter_stage(state, min(epoch - 1 if epoch and not consumed else epoch, state.settings.epochs - 1))
     train_state.restore(folder, state.model, state.parts(), loaded)
     changed, then, now = state.kept_settings.changed, state.kept_settings.before, state.kept_settings.now
     if isinstance(state.source, BatchSource) and "batch_size" in changed:

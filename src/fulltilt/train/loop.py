@@ -81,12 +81,12 @@ class Loop:
     @property
     def steps_left(self) -> bool:
         """Whether anything is left to train."""
-        return self.state.progress.epoch < self.state.epochs and not self._steps_used_up()
+        return self.state.progress.epoch < self.state.settings.epochs and not self._steps_used_up()
 
     def run(self) -> Outcome:
         """Train to the end."""
         state, progress = self.state, self.state.progress
-        state.screen.begin(state.settings, state.stepper.precision, state.epochs, state.gpu_names())
+        state.screen.begin(state.settings, state.stepper.precision, state.gpu_names())
         if not self.steps_left:
             state.screen.say(f"Nothing is left to train: step {progress.step} is done already; --fresh starts again")
         try:
@@ -174,7 +174,7 @@ class Loop:
         self.metrics = {f"train_{name}": value for name, value in state.totals.means().items()}
         metric = None
         number = progress.epoch + 1
-        due = cut_short or number == state.epochs or number % state.settings.eval_every == 0
+        due = cut_short or number == state.settings.epochs or number % state.settings.eval_every == 0
         if state.eval_source is not None and due:
             found = self._evaluate()
             self.metrics.update({f"eval_{name}": value for name, value in found.items()})

@@ -195,9 +195,9 @@ class TrainingScreen:
 
     # ----------------------------------------------------------------------- called by the loop
 
-    def begin(self, settings: TrainSettings, precision: str, epochs: int, gpu_names: Sequence[str]) -> None:
-        """Print the GPUs, and note settings and epochs."""
-        self._epochs, self._asked = epochs, settings.batch_size
+    def begin(self, settings: TrainSettings, precision: str, gpu_names: Sequence[str]) -> None:
+        """Print the GPUs, and note epochs and batch size."""
+        self._epochs, self._asked = settings.epochs, settings.batch_size
         self._on_gpu = bool(gpu_names)
         if gpu_names:
             self.say(f"Using {words.count('GPU', len(gpu_names))} for training")

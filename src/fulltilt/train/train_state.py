@@ -285,7 +285,6 @@ class TrainState:
         self.stepper, self.source, self.eval_source, self.writer = stepper, source, eval_source, writer
         self.model, self.group, self.device, self.root = job.model, stepper.group, stepper.group.device, writer.root
         self.stages = job.stages or (Stage("training", settings.epochs),)
-        self.epochs = sum(stage.epochs for stage in self.stages)
         self.eval_micro = MicroBatch(splittable=job.splittable)
         self.totals = EpochTotals(self.group)
         self.guard = Guard(settings)
