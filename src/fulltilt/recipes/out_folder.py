@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fulltilt import store
-from fulltilt.errors import ForeignFiles, UsageError
+from fulltilt.errors import ForeignFiles
 
 
 @contextlib.contextmanager
@@ -49,12 +49,3 @@ def refuse_foreign(target: Path) -> None:
     foreign = [path for path in sorted(target.rglob("*")) if not folder.owns(path)]
     if foreign:
         raise ForeignFiles(f"{foreign[0]} was not written by Fulltilt and is left as it is", "Move it elsewhere.")
-
-
-def refuse_to_replace(model: str, out: Path) -> None:
-    """Raise UsageError for an initial model in the place of the trained one."""
-    given, place = Path(model).resolve(), (out / "model").resolve()
-    if given.is_dir() and place in (given, *given.parents):
-        raise UsageError(
-            f"--model {model} is where this run would put its own model", "Choose another folder with --out."
-        )

@@ -16,8 +16,8 @@ from fulltilt.train.guards import is_out_of_memory
 from fulltilt.train.weight_import import reason
 
 
-def refuse_unavailable(model: str, instead: str) -> None:
-    """Raise UsageError for a missing folder, or a name that the hub cannot give.
+def check_model(model: str, out: Path, instead: str) -> None:
+    """Raise UsageError for a missing folder, a name that the hub cannot give, or the place of the trained model.
 
     Hub names have one slash at most, between owner and name.
     """
@@ -25,6 +25,11 @@ def refuse_unavailable(model: str, instead: str) -> None:
     if meant_as_folder and not Path(model).is_dir():
         raise UsageError(f"the model's folder {model} does not exist", "Give another with --model.")
     only_kept_files(model, instead)
+    given, place = Path(model).resolve(), (out / "model").resolve()
+    if given.is_dir() and place in (given, *given.parents):
+        raise UsageError(
+            f"--model {model} is where this run would put its own model", "Choose another folder with --out."
+        )
 
 
 def only_kept_files(name: str, instead: str) -> bool:

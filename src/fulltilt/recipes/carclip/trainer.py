@@ -26,8 +26,8 @@ from fulltilt.recipes.carclip.model import (
     tokenised,
 )
 from fulltilt.recipes.images import sizes
-from fulltilt.recipes.out_folder import refuse_foreign, refuse_to_replace, written_by_library
-from fulltilt.recipes.pretrained import evaluated_weights, own_tokenizer, refuse_unavailable
+from fulltilt.recipes.out_folder import refuse_foreign, written_by_library
+from fulltilt.recipes.pretrained import check_model, evaluated_weights, own_tokenizer
 from fulltilt.recipes.recipe import Request
 from fulltilt.train.checkpoint import described
 from fulltilt.train.config import TrainSettings, did_you_mean
@@ -57,8 +57,7 @@ def check_options(request: Request) -> None:
         raise UsageError("carclip does not go with fsdp: its loss and metrics reach into the model", "Leave it out.")
     table.read_templates(options.templates)
     if model not in ("auto", *BUILT_IN):
-        refuse_unavailable(model, GIVE)
-        refuse_to_replace(model, request.out)
+        check_model(model, request.out, GIVE)
 
 
 def check(request: Request) -> None:

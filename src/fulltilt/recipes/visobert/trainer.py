@@ -14,7 +14,7 @@ from torch.nn import functional
 from fulltilt import feed
 from fulltilt.feed.text import Tokens, tokenise
 from fulltilt.recipes import pretrained
-from fulltilt.recipes.out_folder import refuse_foreign, refuse_to_replace, written_by_library
+from fulltilt.recipes.out_folder import refuse_foreign, written_by_library
 from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.visobert import VisobertOptions
 from fulltilt.recipes.visobert.data import Split, Texts, read_texts
@@ -32,8 +32,7 @@ def check_options(request: Request) -> None:
     """Check the model's name. Raises UsageError."""
     options: VisobertOptions = request.options
     if options.model is not None:
-        pretrained.refuse_unavailable(options.model, GIVE)
-        refuse_to_replace(options.model, request.out)
+        pretrained.check_model(options.model, request.out, GIVE)
 
 
 def run(request: Request) -> Mapping[str, float]:
