@@ -75,6 +75,14 @@ class Recipe:
     check_options: Callable[[Request], None] = lambda _request: None
 
 
+def say(*lines: str) -> None:
+    """Print lines, on the first rank."""
+    from fulltilt.train.distributed import rank_from_env
+
+    if rank_from_env().rank == 0:
+        print(*lines, sep="\n", flush=True)
+
+
 def imported(place: str) -> Callable[[Request], Any]:
     """The function ``module:name``, imported when it is called: flags and help need no torch."""
     module, _, name = place.partition(":")

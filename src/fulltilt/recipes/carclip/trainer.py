@@ -28,7 +28,7 @@ from fulltilt.recipes.carclip.model import (
 from fulltilt.recipes.images import sizes
 from fulltilt.recipes.out_folder import refuse_foreign, written_by_library
 from fulltilt.recipes.pretrained import check_model, evaluated_weights, own_tokenizer
-from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.recipe import Request, say
 from fulltilt.train.checkpoint import described
 from fulltilt.train.config import TrainSettings, did_you_mean
 from fulltilt.train.data_source import counts_of_all, rows_of_all
@@ -41,13 +41,13 @@ def check_options(request: Request) -> None:
     """Check model name, settings and templates. Raises UsageError."""
     options: CarClipOptions = request.options
     model = options.model
-    named = model in ("auto", *BUILT_IN) or "/" in model or Path(model).is_dir()
-    if not named:
+    own = model in ("auto", *BUILT_IN)
+    if not (own or "/" in model or Path(model).is_dir()):
         raise UsageError(
             f"there is no model {model!r}{did_you_mean(model, BUILT_IN)}",
             f"Give a folder, a hub name such as openai/clip-vit-base-patch32, or {', '.join(BUILT_IN)}.",
         )
-    if options.image_size is not None and model not in ("auto", *BUILT_IN):
+    if options.image_size is not None and not own:
         raise UsageError(f"image_size is for {' and '.join(BUILT_IN)}: {model} has a size of its own", "Leave it out.")
     if not request.settings.drop_last:
         raise UsageError("drop_last: false would end an epoch with a smaller, easier comparison", "Leave it out.")
@@ -56,7 +56,7 @@ def check_options(request: Request) -> None:
     if request.settings.fsdp:
         raise UsageError("carclip does not go with fsdp: its loss and metrics reach into the model", "Leave it out.")
     table.read_templates(options.templates)
-    if model not in ("auto", *BUILT_IN):
+    if not own:
         check_model(model, request.out, GIVE)
 
 
@@ -79,7 +79,7 @@ def run(request: Request) -> Mapping[str, float]:
             job.model.load_state_dict(evaluated_weights(described(request.out / "checkpoints")[0].folder))
         with written_by_library(folder) as private:
             job.model.save(private)  # type: ignore[operator]
-        print(f"The trained model is in {folder}", flush=True)
+        say(f"The trained model is in {folder}")
     return metrics
 
 
@@ -92,8 +92,7 @@ def build(request: Request) -> Job:
     torch.manual_seed(request.settings.seed)  # for random weights
     model = load_model(request, captions)
     length = fixed_length(model.tokenizer, captions, model.clip.config.text_config.max_position_embeddings)
-    if rank_from_env().rank == 0:
-        _tell(pictures, model, request.settings)
+    _tell(pictures, model, request.settings)
 
     def samples(split: str) -> CarPictures:
         chosen = [picture for picture in pictures if picture.split == split]
@@ -137,11 +136,11 @@ def embed_for_metrics(
 
 def _tell(pictures: Sequence[Picture], model: DualEncoder, settings: TrainSettings) -> None:
     train, weights = sum(one.split == "train" for one in pictures), sum(one.numel() for one in model.parameters())
-    print(f"Data: {train} pictures to train, {len(pictures) - train} to validate")
-    print(f"Model: {model.about}, {weights / 1e6:.1f} M weights, pictures of {model.image_size} pixels", flush=True)
+    say(f"Data: {train} pictures to train, {len(pictures) - train} to validate")
+    say(f"Model: {model.about}, {weights / 1e6:.1f} M weights, pictures of {model.image_size} pixels")
     if settings.accumulation > 1:
         whole = settings.batch_size * settings.accumulation
-        print(
+        say(
             f"A step compares {whole} pictures with {whole} captions, in {settings.accumulation} parts of"
             f" {settings.batch_size}: the gradient of one batch of {whole}, which plain accumulation does not give"
         )

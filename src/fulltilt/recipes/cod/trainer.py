@@ -15,8 +15,7 @@ from fulltilt.recipes.cod import CodOptions, first_stage
 from fulltilt.recipes.cod import model as network
 from fulltilt.recipes.cod.data import Pictures, pairs
 from fulltilt.recipes.cod.model import blocks as blocks_of
-from fulltilt.recipes.recipe import Request
-from fulltilt.train.distributed import rank_from_env
+from fulltilt.recipes.recipe import Request, say
 from fulltilt.train.job import Job, Stage
 from fulltilt.train.weight_import import load_weights
 
@@ -43,8 +42,7 @@ def run(request: Request) -> Mapping[str, float]:
     if request.options.skip_stage1 and request.resume_from is not None:
         # Only the weights are taken: the position in the other run means nothing here.
         taken = load_weights(job.model, request.resume_from)
-        if rank_from_env().rank == 0:
-            print(*taken.lines(), sep="\n", flush=True)
+        say(*taken.lines())
         request = replace(request, resume_from=None)
     return request.train(job)
 

@@ -15,7 +15,7 @@ from fulltilt import feed
 from fulltilt.feed.text import Tokens, tokenise
 from fulltilt.recipes import pretrained
 from fulltilt.recipes.out_folder import refuse_foreign, written_by_library
-from fulltilt.recipes.recipe import Request
+from fulltilt.recipes.recipe import Request, say
 from fulltilt.recipes.visobert import VisobertOptions
 from fulltilt.recipes.visobert.data import Split, Texts, read_texts
 from fulltilt.train import checkpoint
@@ -59,10 +59,10 @@ def on_this_machine(request: Request) -> Request:
         settings = replace(settings, warmup_epochs=options.warmup_ratio * settings.epochs)
     if device_of(settings.device, rank_from_env().local_rank).type == "cpu":
         if settings.precision == "fp16":
-            _say("No GPU here: fp16 switched off, the arithmetic is float32")
+            say("No GPU here: fp16 switched off, the arithmetic is float32")
             settings = replace(settings, precision="fp32")
         if settings.optimizer == "adamw8bit":
-            _say("No GPU here: 8-bit AdamW switched off (it saves GPU memory), the optimizer is AdamW")
+            say("No GPU here: 8-bit AdamW switched off (it saves GPU memory), the optimizer is AdamW")
             settings = replace(settings, optimizer="adamw")
     return replace(request, settings=settings)
 
@@ -82,7 +82,7 @@ def build(request: Request, texts: Texts) -> tuple[Job, Any]:
         _data(request, split, tokenise(split.texts, cut), tokenizer.pad_token_id, training=training)
         for split, training in ((texts.train, True), (texts.validation, False))
     )
-    _say(
+    say(
         f"{len(texts.train.texts):,} training and {len(texts.validation.texts):,} validation texts, "
         f"{len(texts.classes)} classes; {sum(p.numel() for p in model.parameters()):,} parameters"
     )
@@ -132,12 +132,7 @@ def keep_model(request: Request, model: Any, tokenizer: Any) -> None:
     with written_by_library(final) as private:
         model.save_pretrained(private, state_dict=weights)
         tokenizer.save_pretrained(private)
-    _say(f"The {'best' if best else 'last'} model is in {final}")
-
-
-def _say(line: str) -> None:
-    if rank_from_env().rank == 0:
-        print(line, flush=True)
+    say(f"The {'best' if best else 'last'} model is in {final}")
 
 
 # --------------------------------------------------------------------------- model and tokenizer
