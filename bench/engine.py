@@ -1,7 +1,6 @@
 """The engine against a hand-written loop of the same model, and what each of its features costs or wins.
 
     python bench/engine.py [--out engine.json] [--smoke]
-    python bench/engine.py --recording [--out recording.json]      the cost of the run's own record, also on a CPU
 
 Blocks of the two loops alternate in one process, so that clocks and temperature treat both alike. ``--smoke`` runs
 everything with tiny sizes on the CPU, to see that it works; its figures mean nothing. Takes under 150 s on an H200.
@@ -10,7 +9,6 @@ everything with tiny sizes on the CPU, to see that it works; its figures mean no
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import shutil
 import statistics
@@ -22,10 +20,10 @@ from typing import Any
 
 import torch
 from children import IN_MEMORY
+from feedbench.measuring import plain_step
 from torch import nn
 
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.guards import StepFigures
 from fulltilt.train.job import Job
 from fulltilt.train.loop import train
 from fulltilt.train.progress import TrainingScreen
@@ -34,11 +32,11 @@ BUDGET_S = 140.0
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for _ in range(2):
-            layers += [nn.Conv2d(width, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True)]
+            layers += [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -46,17 +44,13 @@ class Block(nn.Module):
         return out
 
 
-def network(widths: tuple[int, ...], depth: int, group_norm: bool = False) -> nn.Module:
+def network(widths: tuple[int, ...], depth: int) -> nn.Module:
     """A small residual network: convolutions, norms and matrix products, as image jobs have them."""
-
-    def norm(width: int) -> nn.Module:
-        return nn.GroupNorm(8, width) if group_norm else nn.BatchNorm2d(width)
-
     layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 7, stride=4, padding=3)]
     for before, width in zip((widths[0], *widths), widths, strict=False):
         if before != width:
             layers.append(nn.Conv2d(before, width, 2, stride=2))
-        layers += [Block(width, norm) for _ in range(depth)]
+        layers += [Block(width) for _ in range(depth)]
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 1000)]
     return nn.Sequential(*layers)
 
@@ -75,13 +69,13 @@ class Sizes:
         self.pairs = 1 if smoke else 5
         self.save_every = 3 if smoke else 50
 
-    def model(self, group_norm: bool = False) -> nn.Module:
+    def model(self) -> nn.Module:
         torch.manual_seed(0)
-        return network(self.widths, self.depth, group_norm).to(self.device)
+        return network(self.widths, self.depth).to(self.device)
 
-    def batches(self, batch: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         generator = torch.Generator(self.device).manual_seed(1)
-        size = (batch or self.batch, 3, self.pixels, self.pixels)
+        size = (self.batch, 3, self.pixels, self.pixels)
         return [
             (
                 torch.randn(size, device=self.device, generator=generator),
@@ -123,54 +117,29 @@ def now_s() -> float:
     return time.perf_counter()
 
 
-class Losses(TrainingScreen):
-    """A silent screen that keeps the losses."""
-
-    def __init__(self, out: Path) -> None:
-        super().__init__(out, speaks=False)
-        self.losses: list[float] = []
-
-    def step(self, figures: StepFigures, samples: int) -> None:  # noqa: ARG002 - the screen's own signature
-        self.losses.append(figures.loss)
-
-
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def by_hand(sizes: Sizes, model: nn.Module, clip: float | None) -> float:
     """Seconds a step of the shortest loop that trains the same."""
-    cuda = sizes.device.type == "cuda"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
+    step = plain_step(model, loss, clip_norm=clip)
     data = Clocked(sizes.batches(), sizes.warmup, sizes.warmup + sizes.steps)
-    for images, labels in data:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(sizes.device.type, dtype=torch.bfloat16):
-            value = nn.functional.cross_entropy(model(images), labels)
-        value.backward()  # type: ignore[no-untyped-call, unused-ignore]
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+    for batch in data:
+        step(batch)
     return data.step_s
 
 
 def by_engine(
     sizes: Sizes, model: nn.Module, out: Path, steps: int | None = None, first: int | None = None, **settings: Any
-) -> float:
-    """Seconds a step of the engine, all of its guards on, over ``steps`` steps from ``first`` on."""
-    return timed_engine(sizes, model, out, steps, first, **settings).step_s
-
-
-def timed_engine(
-    sizes: Sizes, model: nn.Module, out: Path, steps: int | None = None, first: int | None = None, **settings: Any
 ) -> Clocked:
-    """The same, with the clock itself."""
+    """The engine, all of its guards on, clocked over ``steps`` steps from ``first`` on."""
     begin = first or sizes.warmup
     data = Clocked(sizes.batches(), begin, begin + (steps or sizes.steps))
     chosen = {"lr": 1e-4, "schedule": "constant", "precision": "bf16", "max_steps": data.last + 1, **settings}
     shutil.rmtree(out, ignore_errors=True)
-    job = Job(model=model, loss=loss, data=data)
-    train(job, TrainSettings(device=sizes.device.type, **chosen), out, screen=Losses(out))  # type: ignore[arg-type]
+    job, screen = Job(model=model, loss=loss, data=data), TrainingScreen(out, speaks=False)
+    train(job, TrainSettings(device=sizes.device.type, **chosen), out, screen=screen)  # type: ignore[arg-type]
     return data
 
 
@@ -181,12 +150,11 @@ def compare_loops(sizes: Sizes, out: Path) -> dict[str, Any]:
         model = sizes.model()
         ratios, hand, engine = [], [], []
         for pair in range(sizes.pairs):
-            order = (by_hand, by_engine) if pair % 2 == 0 else (by_engine, by_hand)
-            for which in order:
-                if which is by_hand:
+            for handwritten in (True, False) if pair % 2 == 0 else (False, True):
+                if handwritten:
                     hand.append(by_hand(sizes, model, clip))
                 else:
-                    engine.append(by_engine(sizes, model, out, clip_norm=clip))
+                    engine.append(by_engine(sizes, model, out, clip_norm=clip).step_s)
             ratios.append(hand[-1] / engine[-1])
         answer[name] = {
             "hand_ms": 1e3 * statistics.median(hand),
@@ -205,8 +173,9 @@ def checkpoint_cost(sizes: Sizes, out: Path) -> dict[str, Any]:
     steps, first = 2 * sizes.save_every, sizes.save_every + 2
     plain, saving = [], []
     for _ in range(2):
-        plain.append(by_engine(sizes, sizes.model(), out, steps, first))
-        saving.append(by_engine(sizes, sizes.model(), out, steps, first, save_every=sizes.save_every, keep_last=1))
+        often = {"save_every": sizes.save_every, "keep_last": 1}
+        plain.append(by_engine(sizes, sizes.model(), out, steps, first).step_s)
+        saving.append(by_engine(sizes, sizes.model(), out, steps, first, **often).step_s)
     size = sum(p.nbytes for p in sizes.model().parameters()) * 3
     return {
         "save_every_steps": sizes.save_every,
@@ -224,7 +193,7 @@ def recording_cost(sizes: Sizes, out: Path, steps: int) -> dict[str, Any]:
     plain, recorded = list[tuple[float, float]](), list[tuple[float, float]]()
     for pair in range(2 * sizes.pairs):
         for record in (False, True) if pair % 2 == 0 else (True, False):
-            timed = timed_engine(sizes, model, out, steps, record=record, precision=precision)
+            timed = by_engine(sizes, model, out, steps, record=record, precision=precision)
             (recorded if record else plain).append((timed.step_s, timed.step_cpu_s))
     pairs = list(zip(plain, recorded, strict=True))
     costs = sorted(100.0 * (b[0] / a[0] - 1.0) for a, b in pairs)
@@ -236,17 +205,6 @@ def recording_cost(sizes: Sizes, out: Path, steps: int) -> dict[str, Any]:
         "middle_half_pct": [costs[len(costs) // 4], costs[-1 - len(costs) // 4]],
         "cpu_cost_pct": statistics.median(100.0 * (b[1] / a[1] - 1.0) for a, b in pairs),
     }
-
-
-def only_recording(device: torch.device) -> dict[str, Any]:
-    """The cost of recording for steps of a few milliseconds and of some tens of milliseconds."""
-    answer: dict[str, Any] = {}
-    for name, batch, steps in (("short steps", 4, 150), ("longer steps", 48, 40)):
-        sizes = Sizes(smoke=True, device=device)
-        sizes.batch, sizes.pairs = batch, 2
-        with tempfile.TemporaryDirectory(dir=IN_MEMORY) as quick:
-            answer[name] = recording_cost(sizes, Path(quick) / "run", steps)
-    return answer
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -268,75 +226,12 @@ def compare_variants(sizes: Sizes, out: Path, deadline_s: float) -> dict[str, An
             continue
         steps = max(sizes.steps // (4 if name == "fp32" else 2), 2)
         try:
-            step_s = by_engine(sizes, sizes.model(), out, steps, **settings)
+            step_s = by_engine(sizes, sizes.model(), out, steps, **settings).step_s
         except Exception as error:  # a variant that this machine lacks must not end the others
             answer[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
             continue
         answer[name] = {"step_ms": 1e3 * step_s, "samples_per_s": sizes.batch / step_s}
     return answer
-
-
-def survive_out_of_memory(sizes: Sizes, out: Path) -> dict[str, Any]:
-    """The same steps with enough memory and with too little: the loss curve must be the same."""
-    steps = 4 if sizes.batch < 8 else 10
-
-    def run(job_loss: Any) -> tuple[list[float], int | None]:
-        shutil.rmtree(out, ignore_errors=True)
-        chosen = TrainSettings(
-            device=sizes.device.type,  # type: ignore[arg-type]
-            max_steps=steps,
-            lr=1e-4,
-            precision="fp32",
-            tf32=False,
-            schedule="constant",
-        )
-        screen = Losses(out)
-        seen: list[int | None] = []
-        data = Clocked(batches, 1, steps)
-        job = Job(model=sizes.model(group_norm=True), loss=job_loss, data=data)
-        train(job, chosen, out, screen=screen, on_step=lambda end: seen.append(end.state.stepper.micro.most))
-        return screen.losses, seen[-1]
-
-    batches = sizes.batches()
-    if sizes.device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        resting = torch.cuda.memory_allocated()
-        roomy, _ = run(loss)
-        peak = torch.cuda.max_memory_allocated()
-        gc.collect()
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(sizes.device).total_memory
-        limit = resting + 0.6 * (peak - resting)
-        torch.cuda.set_per_process_memory_fraction(limit / total)
-        try:
-            tight, micro = run(loss)
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-    else:
-        peak, limit = None, None
-        roomy, _ = run(loss)
-        tight, micro = run(pretended_limit(sizes.batch - 1))
-    difference = max(abs(a - b) / abs(a) for a, b in zip(roomy, tight, strict=True))
-    return {
-        "batch": sizes.batch,
-        "peak_bytes": peak,
-        "limit_bytes": limit,
-        "micro_batch_after": micro,
-        "steps": len(tight),
-        "largest_relative_loss_difference": difference,
-        "survived": micro is not None and len(tight) == steps and difference < 1e-3,
-    }
-
-
-def pretended_limit(most: int) -> Callable[[nn.Module, Any], torch.Tensor]:
-    def limited(model: nn.Module, batch: Any) -> torch.Tensor:
-        if len(batch[0]) > most:
-            raise torch.OutOfMemoryError("pretended")
-        return loss(model, batch)
-
-    return limited
 
 
 def loop_rows(loops: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -365,12 +260,6 @@ def variant_rows(variants: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield name, shown
 
 
-def memory_rows(memory: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    verdict = "survived" if memory["survived"] else "NOT survived"
-    difference = memory["largest_relative_loss_difference"]
-    yield "out of memory", f"{verdict}: micro-batch {memory['micro_batch_after']}, loss differs by {difference:.1e}"
-
-
 def recording_rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, one in found.items():
         low, high = one["middle_half_pct"]
@@ -383,15 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("engine.json"))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on the CPU if there is no GPU")
-    parser.add_argument("--recording", action="store_true", help="only the cost of the record; works on a CPU")
     arguments = parser.parse_args()
-    if arguments.recording:
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        found = only_recording(device)
-        for name, shown in recording_rows(found):
-            print(f"{name:<58} {shown}")
-        arguments.out.write_text(json.dumps({"torch": torch.__version__, "recording": found}, indent=1) + "\n")
-        return
     if not arguments.smoke and not torch.cuda.is_available():
         parser.error("this measures a GPU; use --smoke to see that it works")
     device = torch.device("cuda", 0) if torch.cuda.is_available() and not arguments.smoke else torch.device("cpu")
@@ -403,7 +284,6 @@ def main() -> None:
         parts: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], Iterator[tuple[str, str]]]]] = {
             "loops": (lambda: compare_loops(sizes, run), loop_rows),
             "checkpoints": (lambda: checkpoint_cost(sizes, Path(disk) / "run"), checkpoint_rows),
-            "out_of_memory": (lambda: survive_out_of_memory(sizes, run), memory_rows),
             "recording": (lambda: {"30 ms steps": recording_cost(sizes, run, sizes.steps)}, recording_rows),
             "variants": (lambda: compare_variants(sizes, run, began_s + BUDGET_S - 45.0), variant_rows),
         }
