@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from children import IN_MEMORY
+from children import IN_MEMORY, versions
 from feedbench.measuring import plain_step
 from torch import nn
 
@@ -287,8 +287,7 @@ def main() -> None:
             "recording": (lambda: {"30 ms steps": recording_cost(sizes, run, sizes.steps)}, recording_rows),
             "variants": (lambda: compare_variants(sizes, run, began_s + BUDGET_S - 45.0), variant_rows),
         }
-        results: dict[str, Any] = {"torch": torch.__version__}
-        results["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        results: dict[str, Any] = {"versions": versions(("torch",)), "device": str(device)}
         for part, (measure, shown_as) in parts.items():
             try:
                 results[part] = measure()

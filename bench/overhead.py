@@ -24,7 +24,6 @@ import argparse
 import importlib.util
 import io
 import json
-import platform
 import random
 import statistics
 import subprocess
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from children import versions
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -363,9 +363,8 @@ def main() -> None:
                 print(f"{name:22} {variant:9}", told.format(**cost), flush=True)
     finally:
         sampler.kill()
-        machine = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
-        versions = {"torch": torch.__version__, "python": platform.python_version(), "machine": machine}
-        options.out.write_text(json.dumps({"versions": versions, "results": results}, indent=1))
+        measured_on = versions(("torch", "traceml-ai"))
+        options.out.write_text(json.dumps({"versions": measured_on, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from children import process_start_s
+from children import process_start_s, versions
 from feedbench.images import MEAN, STD, PerSample, cod_chain
 
 from fulltilt.feed import augment
@@ -33,6 +33,13 @@ from fulltilt.recipes.cod.trainer import deep_loss, iou, structure_loss
 from fulltilt.recipes.synthetic import make_folder
 from fulltilt.train import Job, TrainSettings, train
 from fulltilt.train.progress import TrainingScreen
+
+# What is not given.
+ON_CPU = {"epochs": 12, "size": 48, "pictures": 120, "workers": 0, "backbone": "test_resnet"}
+ON_CPU |= {"batch_size": 16, "budget_s": 900.0}
+# Few large steps: on a machine where starting a kernel takes 25 µs, a step costs the same at any batch.
+ON_GPU = {"epochs": 24, "size": 128, "pictures": 400, "workers": 8, "backbone": "edgenext_xx_small"}
+ON_GPU |= {"batch_size": 32, "budget_s": 140.0}
 
 
 class AugmentedHere(torch.utils.data.Dataset[Any]):
@@ -122,34 +129,19 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="a smaller size, on the CPU")
     parser.add_argument("--seeds", type=int, default=3, help="at least 2")
     parser.add_argument("--without", action="store_true", help="a third way as well: no augmentation at all")
-    parser.add_argument("--epochs", type=int, default=None)
-    parser.add_argument("--size", type=int, default=None, help="side of the pictures")
-    parser.add_argument("--pictures", type=int, default=None)
-    parser.add_argument("--batch-size", type=int, default=None)
-    parser.add_argument("--budget-s", type=float, default=None, help="no further seed that would end after it")
-    parser.add_argument("--workers", type=int, default=None)
-    parser.add_argument("--backbone", default=None, help="any timm backbone")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--size", type=int, help="side of the pictures")
+    parser.add_argument("--pictures", type=int)
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--budget-s", type=float, help="no further seed that would end after it")
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--backbone", help="any timm backbone")
+    on_cpu = parser.parse_args().cpu or not torch.cuda.is_available()
+    parser.set_defaults(**(ON_CPU if on_cpu else ON_GPU), cpu=on_cpu)
     arguments = parser.parse_args()
     started_s = process_start_s()
-    small = arguments.cpu = arguments.cpu or not torch.cuda.is_available()
-    defaults = {
-        "epochs": 12,
-        "size": 48,
-        "pictures": 120,
-        "workers": 0,
-        "backbone": "test_resnet",
-        "batch_size": 16,
-        "budget_s": 900.0,
-    }
-    if not small:
-        # Few large steps: on a machine where starting a kernel takes 25 µs, a step costs the same at any batch.
-        defaults = {"epochs": 24, "size": 128, "pictures": 400, "workers": 8, "backbone": "edgenext_xx_small"}
-        defaults |= {"batch_size": 32, "budget_s": 140.0}
-    for name, value in defaults.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
     result: dict[str, Any] = {"command": sys.argv, "settings": vars(arguments), "iou": {"device": [], "cpu": []}}
-    result["versions"] = {"torch": torch.__version__, "gpu": None if small else torch.cuda.get_device_name()}
+    result["versions"] = versions(("torch", "timm"))
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "cod"
         make_folder("cod", data, arguments.pictures, 0)
@@ -171,13 +163,10 @@ def main() -> int:
     result["comparison"] = compare(result["iou"]["device"], result["iou"]["cpu"])
     Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")
     for way, values in result["iou"].items():
-        print(
-            f"{way:<7} mean IoU {statistics.mean(values):.4f} ± {statistics.stdev(values):.4f} over {len(values)} seeds"
-        )
-    figures = {
-        name: round(value, 4) if isinstance(value, float) else value for name, value in result["comparison"].items()
-    }
-    print(figures, f"figures: {arguments.out}")
+        mean, deviation = statistics.mean(values), statistics.stdev(values)
+        print(f"{way:<7} mean IoU {mean:.4f} ± {deviation:.4f} over {len(values)} seeds")
+    print("{difference:.4f} ± {standard_error:.4f}, within noise: {within_noise}".format(**result["comparison"]))
+    print(f"figures: {arguments.out}")
     return 0 if result["comparison"]["within_noise"] else 1
 
 
