@@ -287,3 +287,16 @@ def test_a_sample_drawn_several_times_in_an_epoch_is_augmented_anew_each_time(ki
     with feed.loader(dataset, 4, sampler=[1, 1, 1, 2, 2, 1, 1, 1], augment=jitter, num_workers=workers) as loader:
         drawn = torch.cat([_first(batch) for _ in range(2) for batch in loader]).flatten(1)
     assert len(torch.unique(drawn, dim=0)) == len(drawn) == 16
+
+
+def test_a_sample_that_is_changed_in_place_is_not_the_same():
+    class Shrinking(torch.utils.data.Dataset):
+        kept = torch.ones(4, 3)
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return self.kept[index].mul_(0.5)
+
+    assert "is different" in (inspect(Shrinking()).random_because or "")

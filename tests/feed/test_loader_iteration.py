@@ -72,7 +72,7 @@ def test_where_workers_run_the_data_set_this_process_does_not_before_they_have(c
     with pytest.raises(DataError, match="sample 0 cannot be read"):  # a data set's mistakes are told all the same
         feed.loader(Drawn(lambda index: here.append(index) or index / 0, 20), 4, num_workers=2)
     assert here == []
-    with pytest.raises(MachineError, match="ended its process with exit code 3"):
+    with pytest.raises(MachineError, match="ended with exit code 3"):
         feed.loader(Drawn(lambda index: os._exit(3), 20), 4, num_workers=2)
 
 

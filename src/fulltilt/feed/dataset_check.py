@@ -18,7 +18,7 @@ import torch
 from fulltilt.errors import DataError, UsageError
 from fulltilt.feed.dataset_objects import Generators
 from fulltilt.feed.epoch_order import spread
-from fulltilt.feed.sample_layout import Layout, ShapeChanged, Unstorable, layout_of, same_sample
+from fulltilt.feed.sample_layout import Layout, ShapeChanged, Unstorable, layout_of
 from fulltilt.feed.sample_reader import Failure, Policy, failure_of, name_of, stopped_by
 from fulltilt.feed.worker_pool import in_child_process
 
@@ -59,31 +59,31 @@ def _inspect(dataset: Any, samples: int, checks: int, policy: Policy) -> Inspect
         except Unstorable as error:
             _check_collates(first, str(error))
             return Inspection(None, unstorable_because=str(error))
-        row = torch.zeros(layout.row_bytes, dtype=torch.uint8)
+        rows = {index: torch.zeros(layout.row_bytes, dtype=torch.uint8) for index in drawn}
         for index, sample in drawn.items():
             try:
-                layout.pack(sample, row)
+                layout.pack(sample, rows[index])
             except (ShapeChanged, Unstorable) as error:
                 raise stopped_by(Failure(index, "shape", str(error), name_of(dataset, index))) from None
         if getattr(dataset, "deterministic", False) is True or type(dataset) is torch.utils.data.TensorDataset:
             return Inspection(layout, declared=True)
-        return Inspection(layout, random_because=_random_because(dataset, drawn))
+        return Inspection(layout, random_because=_random_because(dataset, layout, rows))
 
 
-def _random_because(dataset: Any, drawn: dict[int, Any]) -> str | None:
+def _random_because(dataset: Any, layout: Layout, rows: dict[int, torch.Tensor]) -> str | None:
     generators = Generators(dataset)  # including those that the first samples made
     with generators.untouched():
         for seed in _SEEDS:
-            for index, before in drawn.items():
+            for index, row in rows.items():
                 generators.seed(seed)
                 mark = generators.mark()
                 try:
-                    now = dataset[index]
+                    sample = dataset[index]
                 except Exception:
                     return f"sample {index} cannot be read a second time"
                 if mark != generators.mark():
                     return f"sample {index} draws random numbers"
-                if not same_sample(before, now):
+                if not layout.is_in(sample, row):
                     return f"sample {index} is different when it is read again"
     return None
 

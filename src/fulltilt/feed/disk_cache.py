@@ -25,7 +25,6 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 import warnings
 import weakref
 import zlib
@@ -336,7 +335,7 @@ def _find(owned: OwnedFolder, final: str, layout: Layout, samples: int) -> tuple
 
 
 def _create(owned: OwnedFolder, name: str, label: str, layout: Layout, samples: int) -> None:
-    header = {"format": FORMAT, "label": label[:1000], "samples": samples, "created_at_s": time.time()}
+    header = {"format": FORMAT, "label": label[:1000], "samples": samples}
     fd = owned.create(name)
     try:
         os.truncate(fd, _places(samples, layout.row_bytes)[1])

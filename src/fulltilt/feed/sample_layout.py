@@ -96,6 +96,15 @@ class Layout:
             data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
             row[leaf.offset : leaf.offset + leaf.nbytes].copy_(data)
 
+    def is_in(self, sample: Any, row: torch.Tensor) -> bool:
+        """Whether ``sample`` is what was packed into ``row``, bit for bit (NaN equals NaN)."""
+        packed = torch.zeros_like(row)
+        try:
+            self.pack(sample, packed)
+        except (ShapeChanged, Unstorable):
+            return False
+        return torch.equal(packed, row)
+
     def split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The leaves of a batch as views into its packed ``rows``: one tensor [batch, *shape] for each leaf."""
         return [
@@ -137,18 +146,6 @@ def layout_of(sample: Any) -> Layout:
     if not leaves:
         raise Unstorable(f"a sample is {type(sample).__name__} without any tensor in it")
     return Layout(structure, tuple(leaves), max(offset, ALIGNMENT))
-
-
-def same_sample(left: Any, right: Any) -> bool:
-    """Whether two samples are equal bit for bit, in structure, dtype and content (NaN equals NaN)."""
-    try:
-        layout = layout_of(left)
-        first, second = (torch.zeros(layout.row_bytes, dtype=torch.uint8) for _ in range(2))
-        layout.pack(left, first)
-        layout.pack(right, second)
-    except ShapeChanged:
-        return False
-    return torch.equal(first, second)
 
 
 def container_like(node: Any, parts: Sequence[Any]) -> Any:

@@ -136,11 +136,11 @@ class Batching:
         assert self.tokens_per_batch is not None
         cut, start, longest = [], 0, 0
         for place, length in enumerate(lengths[part].tolist()):
-            longest_then = max(longest, padded_length(length, self.multiple))
-            if place > start and longest_then * (place - start + 1) > self.tokens_per_batch:
+            width = padded_length(length, self.multiple)
+            longest = max(longest, width)
+            if place > start and longest * (place - start + 1) > self.tokens_per_batch:
                 cut.append(part[start:place])
-                start, longest_then = place, padded_length(length, self.multiple)
-            longest = longest_then
+                start, longest = place, width
         return [*cut, part[start:]]
 
     def _mixed(self, found: list[torch.Tensor], generator: torch.Generator, world_size: int) -> list[torch.Tensor]:

@@ -276,10 +276,7 @@ def in_child_process(call: Callable[[], Result], workers: int, dataset: Any = No
         kind, answer = pickle.loads(mine.recv_bytes())
     except EOFError:
         process.join()
-        raise MachineError(
-            f"the data set's own code ended its process with exit code {process.exitcode}",
-            "Run once with num_workers=0 to see where.",
-        ) from None
+        raise worker_died(process.exitcode, f"pid {process.pid}") from None
     finally:
         mine.close()
         process.kill()
