@@ -237,17 +237,29 @@ def compare(loop: Loop, block: Block, pairs: int, steps: int) -> dict[str, float
         order: list[tuple[list[float], Block]] = [(plain, loop.run), (other, block)]
         for figures, measure in order if number % 2 else reversed(order):
             figures.append(measure(steps))
+    return cost_of(plain, other)
+
+
+def cost_of(plain: list[float], other: list[float]) -> dict[str, float]:
+    """What the blocks of ``other`` cost against the plain ones beside them; both in seconds a step."""
     ratios = [100 * (b / a - 1) for a, b in zip(plain, other, strict=True)]
-    low, high = interval(ratios, trimmed_mean)
+    draw = random.Random(0)
+    means = sorted(trimmed_mean(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
     return {
         "plain_step_ms": 1e3 * statistics.median(plain),
         "observed_step_ms": 1e3 * statistics.median(other),
-        "pairs": pairs,
+        "pairs": len(ratios),
         "cost_pct": trimmed_mean(ratios),
-        "cost_low_pct": low,
-        "cost_high_pct": high,
+        "cost_low_pct": means[50],
+        "cost_high_pct": means[-50],
         "whole_pct": 100 * (sum(other) / sum(plain) - 1),
     }
+
+
+def trimmed_mean(ratios: list[float]) -> float:
+    """Their mean without the lowest and the highest tenth."""
+    cut = int(TRIMMED * len(ratios))
+    return statistics.mean(sorted(ratios)[cut : len(ratios) - cut])
 
 
 RANK_BLOCK_STEPS = 20
@@ -275,42 +287,18 @@ def measure_rank(rank: int, ranks: int, pairs: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def compare_ranks(ranks: int, pairs: int) -> dict[str, float]:
+def compare_ranks(ranks: int, pairs: int) -> Iterator[tuple[str, dict[str, float]]]:
     """What recording costs a step of all ranks, in wall time and in CPU time, which other jobs do not change."""
     with tempfile.TemporaryDirectory() as folder:
         create_folder(Path(folder) / "run")
         torch.multiprocessing.spawn(measure_rank, (ranks, pairs, folder), ranks)  # type: ignore[attr-defined, no-untyped-call]
         told = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
-    row: dict[str, float] = {"ranks": ranks, "pairs": pairs}
-    for place, clock in enumerate(("wall", "cpu")):
+    for place, clock in enumerate(("wall", "CPU")):
         plain, other = (
             [statistics.mean(rank[kind][n][place] for rank in told) for n in range(pairs)]
             for kind in ("plain", "observed")
         )
-        ratios = [100 * (b / a - 1) for a, b in zip(plain, other, strict=True)]
-        low, high = interval(ratios, statistics.median)
-        quiet, quiet_other = lower_quartile(plain), lower_quartile(other)
-        row |= {f"{clock}_step_ms": 1e3 * quiet, f"{clock}_cost": 100 * (quiet_other / quiet - 1)}
-        row |= {f"{clock}_pairs": statistics.median(ratios), f"{clock}_low": low, f"{clock}_high": high}
-    return row
-
-
-def trimmed_mean(ratios: list[float]) -> float:
-    """Their mean without the lowest and the highest tenth."""
-    cut = int(TRIMMED * len(ratios))
-    return statistics.mean(sorted(ratios)[cut : len(ratios) - cut])
-
-
-def interval(ratios: list[float], figure: Callable[[list[float]], float]) -> tuple[float, float]:
-    """A 95 % interval of a figure of them (bootstrap)."""
-    draw = random.Random(0)
-    figures = sorted(figure(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return figures[50], figures[-50]
-
-
-def lower_quartile(chunks: list[float]) -> float:
-    """The lower quartile: the time while the machine is quiet."""
-    return sorted(chunks)[len(chunks) // 4]
+        yield f"{ranks} ranks, {clock} time", cost_of(plain, other)
 
 
 def main() -> None:
@@ -325,21 +313,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("overhead.json"))
     options = parser.parse_args()
     device = options.device
+    found: dict[str, Any] = {"versions": versions(("torch", "traceml-ai")), "results": []}
+
+    def note(job: str, variant: str, cost: dict[str, float]) -> None:
+        found["results"].append({"job": job, "variant": variant, **cost})
+        options.out.write_text(json.dumps(found, indent=1))
+        told = (
+            "{plain_step_ms:8.3f} ms plain {observed_step_ms:8.3f} ms observed  cost {cost_pct:+5.2f} %"
+            " ({cost_low_pct:+.2f} to {cost_high_pct:+.2f}), whole {whole_pct:+.2f} %"
+        )
+        print(f"{job:22} {variant:9}", told.format(**cost), flush=True)
+
     if options.ranks > 1:
-        cost = compare_ranks(options.ranks, options.pairs)
-        for clock in ("wall", "cpu"):
-            figures = {name.removeprefix(f"{clock}_"): value for name, value in cost.items() if clock in name}
-            told = "{step_ms:.2f} ms, cost {cost:+.2f} % (pairs {pairs:+.2f}, {low:+.2f} to {high:+.2f})".format(
-                **figures
-            )
-            print(f"{options.ranks} ranks, {clock} time a step", told.format(**figures))
-        options.out.write_text(json.dumps(cost, indent=1))
+        for name, cost in compare_ranks(options.ranks, options.pairs):
+            note(name, "fulltilt", cost)
         return
     if device == "cpu":
         torch.set_num_threads(1)
     watch = [sys.executable, "-m", "fulltilt", "watch", "--interval", "1"]
     sampler = subprocess.Popen(watch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    results: list[dict[str, Any]] = []
     try:
         # The peer patches torch for good, so everything else is measured before it.
         for variant, prepared in {"fulltilt": observed, "traceml": with_peer}.items():
@@ -354,17 +346,9 @@ def main() -> None:
                 loop = make()
                 loop.run(options.block_steps)
                 with prepared(loop, options.warm_up_s) as block:
-                    cost = compare(loop, block, options.pairs, options.block_steps)
-                results.append({"job": name, "variant": variant, **cost})
-                told = (
-                    "{plain_step_ms:8.3f} ms plain {observed_step_ms:8.3f} ms observed  cost {cost_pct:+5.2f} %"
-                    " ({cost_low_pct:+.2f} to {cost_high_pct:+.2f}), whole {whole_pct:+.2f} %"
-                )
-                print(f"{name:22} {variant:9}", told.format(**cost), flush=True)
+                    note(name, variant, compare(loop, block, options.pairs, options.block_steps))
     finally:
         sampler.kill()
-        measured_on = versions(("torch", "traceml-ai"))
-        options.out.write_text(json.dumps({"versions": measured_on, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import spread
 from fulltilt.recipes.synthetic.cars import CAPTIONS, COLUMNS, described, picture
 from fulltilt.train import Job, TrainSettings
-from recipebench.measuring import Bench, stock_rate
+from recipebench.measuring import Bench, Repeated, stock_rate
 from recipebench.turns import Turns, engine_turns, steps_of
 
 # A photo of a car from the web is about this large; made ones are drawn smaller and scaled up.
@@ -70,7 +70,10 @@ def engine_job(bench: Bench, data: Path, batch: int, accumulation: int, again: i
         cuda_graphs=True,
     )
     job = recipe_job(bench, data, settings)
-    return replace(job, data=Decoded(job.data, again), eval_data=None, eval_metrics=None), settings
+    samples: Any = job.data
+    with ThreadPoolExecutor(16) as pool:  # decoded once, so that the first pass is short
+        decoded = list(pool.map(samples.__getitem__, range(len(samples))))
+    return replace(job, data=Repeated(decoded, again), eval_data=None, eval_metrics=None), settings
 
 
 def compute_steps(bench: Bench, data: Path, batch: int) -> Callable[[int], int]:
@@ -110,21 +113,6 @@ def usual_rate(bench: Bench, data: Path) -> float:
 def compared(model: Any, parts: Any) -> Any:
     """The recipe's loss on a batch as a stock loader gives it."""
     return contrastive_loss(model, [dict(zip(("image", "tokens", "car"), parts, strict=True))])
-
-
-class Decoded(torch.utils.data.Dataset[Any]):
-    """The samples decoded once and given several times over: a longer epoch whose first pass is short."""
-
-    def __init__(self, samples: Any, times: int) -> None:
-        self.times = times
-        with ThreadPoolExecutor(16) as pool:
-            self.samples = list(pool.map(samples.__getitem__, range(len(samples))))
-
-    def __len__(self) -> int:
-        return len(self.samples) * self.times
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index % len(self.samples)]
 
 
 class OnTheCpu(torch.utils.data.Dataset[Any]):

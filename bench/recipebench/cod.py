@@ -20,7 +20,7 @@ from fulltilt.recipes.recipe import Request
 from fulltilt.recipes.synthetic import spread
 from fulltilt.recipes.synthetic.cod import draw
 from fulltilt.train import Job, TrainSettings
-from recipebench.measuring import Bench, stock_rate
+from recipebench.measuring import Bench, Repeated, stock_rate
 from recipebench.turns import Turns, engine_turns, steps_of
 
 # COD10K's pictures are about this large; made ones are drawn smaller and scaled up.
@@ -95,19 +95,6 @@ def usual_rate(bench: Bench, options: CodOptions, data: Path) -> float:
     )
     step = plain_step(model, job.loss, dtype=torch.float16)
     return stock_rate(bench, loader, step, STOCK_BATCH, 10)
-
-
-class Repeated(torch.utils.data.Dataset[Any]):
-    """The same samples several times over: a longer epoch."""
-
-    def __init__(self, samples: Any, times: int) -> None:
-        self.samples, self.times = samples, times
-
-    def __len__(self) -> int:
-        return len(self.samples) * self.times
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index % len(self.samples)]
 
 
 class OnTheCpu(torch.utils.data.Dataset[Any]):

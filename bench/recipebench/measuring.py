@@ -91,6 +91,19 @@ def stock_rate(
     return samples_per_s(step, stream, lambda _: batch_size, seconds, bench.device, together)
 
 
+class Repeated(torch.utils.data.Dataset[Any]):
+    """The same samples several times over: a longer epoch."""
+
+    def __init__(self, samples: Any, times: int) -> None:
+        self.samples, self.times = samples, times
+
+    def __len__(self) -> int:
+        return len(self.samples) * self.times
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index % len(self.samples)]
+
+
 @contextmanager
 def sampling(into: list[Sample]) -> Iterator[None]:
     """Look at the machine twice a second meanwhile."""
