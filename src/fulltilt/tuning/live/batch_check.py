@@ -351,7 +351,7 @@ class AttributeWatch:
                 held = vars(item)
                 self._places.append((held.values, held.keys))
                 left += [(name, value, is_users) for name, value in held.items()]
-                left += [(name, each, is_users) for each in (kind, *kind.__bases__)]
+                left += [(name, each, is_users) for each in (kind, *getattr(kind, "__bases__", ()))]
         self._names, self._values = self._names_now(), self._values_now()
 
     def _note_container(self, name: str, item: Any) -> None:
