@@ -133,8 +133,6 @@ class RankState:
         self._computing_calls = LineTimes()
         self.sync_lines = LineTimes()
         self.checkpoint_lines = LineTimes()
-        self.load_lines: dict[int, LineTimes] = {}
-        self.workers: dict[int, WorkerTotals] = {}
         self.syncs = 0.0
         self.copies = Copies()
         self.garbage = Garbage()
@@ -190,7 +188,7 @@ class RankState:
         if activity is Activity.DATA_WAIT:
             waiting = self.loaders.waiting_for
             if waiting is not None and waiting.serial:
-                self.load_lines.setdefault(waiting.loader_id, LineTimes()).add(view, weight_s)
+                waiting.fetch_lines.add(view, weight_s)
             if waiting is not None and view.sampling:
                 waiting.sampler_lines.add(view, weight_s)
         elif view.kind in ("host", "data_wait"):
@@ -226,7 +224,8 @@ class RankState:
         for message in self.loaders.worker_socket.receive():
             stats = self.loaders.all[message.loader]
             in_pass = stats.passes if stats.described.get("persistent_workers") else message.in_pass
-            self.workers.setdefault(message.loader, WorkerTotals()).add(message, in_pass)
+            stats.workers = stats.workers or WorkerTotals()
+            stats.workers.add(message, in_pass)
 
     def exposed_communication_s(self) -> float:
         """Seconds of gradient exchange per step that no computation hides; 0.0 where each step marks them."""
@@ -302,7 +301,7 @@ class RankState:
             optimizer_calls=self.optimizer_calls,
             learning_rate=self.learning_rate,
             loaders=tuple(stats.record(stats.loader_id in trained) for stats in self.loaders.all),
-            workers=self._worker_records(),
+            workers=tuple(filter(None, (stats.worker_record() for stats in self.loaders.all))),
             host_lines=self.host_lines.top(),
             drawing_lines=self._drawing_lines.top(),
             growing_lines=self._host_growth.top(self.steps),
@@ -361,29 +360,6 @@ class RankState:
         if now_bytes is not None:
             self._vram_peak_bytes = max(now_bytes, self._vram_peak_bytes or 0)
         return self._vram_peak_bytes
-
-    def _worker_records(self) -> tuple[records.WorkerRecord, ...]:
-        found = [totals.record(loader_id) for loader_id, totals in self.workers.items()]
-        for stats in self.loaders.all:
-            lines = self.load_lines.get(stats.loader_id)
-            if lines is not None and stats.loader_id not in self.workers:
-                # The training thread is its own worker: what next() cost is what fetching cost.
-                found.append(
-                    records.WorkerRecord(
-                        loader_id=stats.loader_id,
-                        processes=0,
-                        batches=stats.batches,
-                        fetch_s=stats.waited_s,
-                        fetch_cpu_s=stats.wait_cpu_s,
-                        cpu_wait_s=None,
-                        idle_s=0.0,
-                        process_cpu_s=stats.wait_cpu_s,
-                        read_bytes=None,
-                        lines=lines.top(),
-                        chunks=stats.chunks,
-                    )
-                )
-        return tuple(found)
 
     @property
     def compiled(self) -> bool:

@@ -22,8 +22,9 @@ from fulltilt.recorder.loaders.batches import (
     padding_share,
     shapes_of,
 )
+from fulltilt.recorder.loaders.workers import WorkerTotals
 from fulltilt.recorder.stacks.frames import LineTimes
-from fulltilt.records import LoaderRecord
+from fulltilt.records import LoaderRecord, WorkerRecord
 
 # A batch's size and padding are measured on the first few batches, and then at this interval.
 INSPECT_FIRST = 4
@@ -76,6 +77,8 @@ class LoaderStats:
     padding: float = 0.0
     padding_seen: int = 0
     sampler_lines: LineTimes = field(default_factory=LineTimes)
+    fetch_lines: LineTimes = field(default_factory=LineTimes)  # where the training thread fetches itself
+    workers: WorkerTotals | None = None
     # What live tuning has put in force instead of the loader's own arguments.
     in_force: dict[str, Any] = field(default_factory=dict)
     serving_workers: int | None = None  # of the pool that serves now, on trial or in force
@@ -148,6 +151,28 @@ class LoaderStats:
             padding_share=self.padding / self.padding_seen if self.padding_seen else None,
             sampler_lines=self.sampler_lines.top(),
             **{**self.described, **self.in_force},
+        )
+
+    def worker_record(self) -> WorkerRecord | None:
+        """What its workers did; None without any, where the training thread was not seen fetching either."""
+        if self.workers is not None:
+            return self.workers.record(self.loader_id)
+        lines = self.fetch_lines.top()
+        if not lines:
+            return None
+        # The training thread is its own worker: what next() cost is what fetching cost.
+        return WorkerRecord(
+            loader_id=self.loader_id,
+            processes=0,
+            batches=self.batches,
+            fetch_s=self.waited_s,
+            fetch_cpu_s=self.wait_cpu_s,
+            cpu_wait_s=None,
+            idle_s=0.0,
+            process_cpu_s=self.wait_cpu_s,
+            read_bytes=None,
+            lines=lines,
+            chunks=self.chunks,
         )
 
 

@@ -163,12 +163,12 @@ def most_workers(capacity: Capacity, prefetch: int, limits: LiveLimits = DEFAULT
 
 def measure_capacity(session: Session, stats: LoaderStats, other_workers: int, tensors_per_batch: int) -> Capacity:
     """What is left for a new pool of this loader."""
-    measured = session.state.workers.get(stats.loader_id)
+    measured = stats.workers
     told_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(int(told_ranks), 1) if told_ranks.isdigit() else 1
     return Capacity(
         cpus=cpu_capacity().usable,
-        cpu_share=_cpu_share(session, stats),
+        cpu_share=_cpu_share(stats),
         ranks=ranks,
         cpu_ranks=ranks,
         other_workers=other_workers,
@@ -184,10 +184,9 @@ def measure_capacity(session: Session, stats: LoaderStats, other_workers: int, t
     )
 
 
-def _cpu_share(session: Session, stats: LoaderStats) -> float | None:
+def _cpu_share(stats: LoaderStats) -> float | None:
     """The share of fetching that uses a CPU or waits for one."""
-    measured = session.state.workers.get(stats.loader_id)
-    workers = measured.record(stats.loader_id) if measured is not None else None
+    workers = None if stats.workers is None else stats.workers.record(stats.loader_id)
     if workers is not None and workers.fetch_s > 0:
         return min((workers.fetch_cpu_s + (workers.cpu_wait_s or 0.0)) / workers.fetch_s, 1.0)
     return min(stats.timed_cpu_s / stats.timed_wait_s, 1.0) if stats.timed_wait_s else None
