@@ -84,6 +84,12 @@ def test_the_forecast_is_the_same_in_finer_epochs() -> None:
     assert fine.epochs == pytest.approx([end * 1e-4 for end in coarse.epochs])
 
 
+def test_of_several_values_in_an_epoch_the_last_one_counts() -> None:
+    once = [(e, 0.70 + 0.01 * e) for e in range(8)]
+    often = [(e, value + off) for e, value in once for off in (-0.2, -0.1, 0.0)]
+    assert forecast(often, 0.85, epoch_s=600) == forecast(once, 0.85, epoch_s=600)
+
+
 @pytest.mark.parametrize(
     ("target", "epoch_s", "told"),
     [

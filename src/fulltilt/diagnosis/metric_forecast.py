@@ -39,7 +39,9 @@ def forecast(
 ) -> Forecast:
     """How long until ``target``, by a ``history`` of (epoch, value); with ``mode`` "max" larger values are better."""
     sign = 1.0 if mode == "max" else -1.0
-    points = [(epoch, sign * value) for epoch, value in history if math.isfinite(value)][-WINDOW:]
+    # The last value of each epoch: a log may have several, and a resumed training repeats some.
+    last = {epoch: sign * value for epoch, value in history if math.isfinite(value)}
+    points = list(last.items())[-WINDOW:]
     goal = sign * target
     if points and max(value for _, value in points) >= goal:
         return Forecast("reached", None, None, (0.0, 0.0), (0.0, 0.0), f"the target {target:g} is reached")
