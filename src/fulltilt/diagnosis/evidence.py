@@ -44,7 +44,8 @@ class Evidence:
     ``rank`` is the slowest rank (by its own work), or an empty record where no process was recorded; ``loader``,
     ``workers`` and ``supply`` are its training loader, that loader's workers, and what its batches cost; ``live`` is
     what live tuning did to it. ``delivered_samples_per_s`` (while training draws batches), ``usable_cpus`` and
-    ``allowed_cpus`` (what the job was given, whatever it is bound to) are for one rank.
+    ``allowed_cpus`` (what the job was given, whatever it is bound to) are for one of ``ranks_here``, those that share
+    its machine.
     """
 
     run: Run
@@ -62,6 +63,7 @@ class Evidence:
     supply: Supply | None
     bottleneck: Bottleneck
     delivered_samples_per_s: float | None
+    ranks_here: int
     usable_cpus: float
     allowed_cpus: float
 
@@ -228,9 +230,9 @@ def gather(run: Run) -> Evidence:
     rank, own = (_NO_RANK, ()) if slowest is None else (run.ranks[slowest], run.spans[slowest])
     loader, workers, live, supply = _input_of(rank, own)
     cpu = _machine_of(run, rank).cpu
-    beside = max(sum(other.hostname == rank.hostname for other in run.ranks), 1)  # ranks that share the machine
+    ranks_here = max(sum(other.hostname == rank.hostname for other in run.ranks), 1)
     bound = max(cpu.affinity, cpu.allotted or 0)
-    usable_cpus, allowed_cpus = cpu.usable / beside, min(bound, cpu.quota or bound) / beside
+    usable_cpus, allowed_cpus = cpu.usable / ranks_here, min(bound, cpu.quota or bound) / ranks_here
     host = summarise_host(run)
     wait_s = ledger.buckets.data_wait_s
     wait_share = _ratio(wait_s, ledger.wall_s - ledger.buckets.startup_s)
@@ -261,6 +263,7 @@ def gather(run: Run) -> Evidence:
             bound_to_few_cpus(loader, workers, allowed_cpus),
         ),
         delivered_samples_per_s=delivered,
+        ranks_here=ranks_here,
         usable_cpus=usable_cpus,
         allowed_cpus=allowed_cpus,
     )

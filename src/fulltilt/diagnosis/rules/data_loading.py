@@ -91,7 +91,7 @@ def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
 
 
 def _cpus(evidence: Evidence) -> str:
-    shared = "each rank" if evidence.usable_cpus < evidence.machine.cpu.usable else "the job"
+    shared = "each rank" if evidence.ranks_here > 1 else "the job"
     return f"{shared} may use {cpus(evidence.usable_cpus)}"
 
 

@@ -84,8 +84,7 @@ def worker_memory_growth(evidence: Evidence) -> Judgement:
     left = evidence.host.ram_left_bytes
     if left is None:
         return Abstention("worker_memory_growth", "the memory that is left")
-    ranks = max(round(evidence.machine.cpu.usable / max(evidence.usable_cpus, 0.01)), 1)
-    workers = loader.num_workers * ranks
+    workers = loader.num_workers * evidence.ranks_here
     a_sample = growth.bytes / max(growth.batches * (loader.samples or 0) / max(loader.batches, 1), 1.0)
     # A cache stops growing when a worker has seen every sample; with several workers that takes several passes.
     seen_all = loader.persistent_workers and (loader.samples or 0) > (

@@ -188,7 +188,7 @@ def shm_small(evidence: Evidence) -> Judgement:
     if total is None:
         return Abstention("shm_small", "the size of /dev/shm")
     prefetch = loader.prefetch_factor or 2
-    ranks = max(round(evidence.machine.cpu.usable / max(evidence.usable_cpus, 0.01)), 1)
+    ranks = evidence.ranks_here
     queued = loader.num_workers * prefetch * ranks
     needed = queued * loader.batch_bytes
     room = THRESHOLDS.shm_share * total
