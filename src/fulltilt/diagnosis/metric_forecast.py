@@ -24,11 +24,11 @@ class Forecast:
     """``epochs`` and ``hours`` are ranges (soonest, latest); None when unknown or the target is out of reach."""
 
     state: Literal["reached", "ahead", "saturates", "flat", "unknown"]
-    rate_per_epoch: float | None
-    limit: float | None
-    epochs: tuple[float, float] | None
-    hours: tuple[float, float] | None
     sentence: str
+    rate_per_epoch: float | None = None
+    limit: float | None = None
+    epochs: tuple[float, float] | None = None
+    hours: tuple[float, float] | None = None
 
 
 def forecast(
@@ -44,19 +44,19 @@ def forecast(
     points = list(last.items())[-WINDOW:]
     goal = sign * target
     if points and max(value for _, value in points) >= goal:
-        return Forecast("reached", None, None, (0.0, 0.0), (0.0, 0.0), f"the target {target:g} is reached")
+        return Forecast("reached", f"the target {target:g} is reached", epochs=(0.0, 0.0), hours=(0.0, 0.0))
     if len(points) < LEAST_HISTORY or points[-1][0] <= points[0][0]:
         needed = max(LEAST_HISTORY - len(points), 1)
         more = "1 more epoch is" if needed == 1 else f"{needed} more epochs are"
-        return Forecast("unknown", None, None, None, None, f"{more} needed for a forecast")
+        return Forecast("unknown", f"{more} needed for a forecast")
     rate, level, error = _line(points)
     limit = _limit(points)
     shown = f"{sign * rate:+.3g} per epoch"
     if rate <= 2.0 * error or rate <= 0.0:
-        return Forecast("flat", sign * rate, None, None, None, f"no progress beyond the noise ({shown})")
+        return Forecast("flat", f"no progress beyond the noise ({shown})", sign * rate)
     if limit is not None and limit[0] <= goal:
         sentence = f"it levels off near {sign * limit[0]:.4g}: the target {target:g} will not be reached ({shown})"
-        return Forecast("saturates", sign * rate, sign * limit[0], None, None, sentence)
+        return Forecast("saturates", sentence, sign * rate, sign * limit[0])
     if limit is not None:  # a line through a curve that flattens would lie above its end
         level = points[-1][1]
         rate, _, error = _line(points[len(points) // 2 :])
@@ -64,15 +64,14 @@ def forecast(
     soonest = max(missing / (rate + 2.0 * error), 0.0)
     latest = max(missing / max(rate - 2.0 * error, 1e-12), soonest)
     if limit is not None:
-        end, decay = limit
-        latest = max(latest, math.log(max(end - level, 1e-300) / (end - goal)) / decay)
+        highest, decay = limit
+        latest = max(latest, math.log(max(highest - level, 1e-300) / (highest - goal)) / decay)
     hours = None if epoch_s is None else (soonest * epoch_s / 3600.0, latest * epoch_s / 3600.0)
     sentence = f"{shown}: the target {target:g} in {_epochs(soonest, latest)}"
     if hours is not None:
         sentence += ", " + " to ".join(dict.fromkeys(seconds(3600 * end) for end in hours))
-    return Forecast(
-        "ahead", sign * rate, None if limit is None else sign * limit[0], (soonest, latest), hours, sentence
-    )
+    end = None if limit is None else sign * limit[0]
+    return Forecast("ahead", sentence, sign * rate, end, (soonest, latest), hours)
 
 
 def _epochs(soonest: float, latest: float) -> str:
