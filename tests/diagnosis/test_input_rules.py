@@ -742,6 +742,13 @@ def test_joined_loaders_keep_what_they_and_their_workers_did() -> None:
     )
 
 
+def test_merged_loaders_keep_the_storage_that_their_workers_read() -> None:
+    plain, data = curriculum(3), StorageReading("/data", kind="network")
+    read = replace(plain, workers=tuple(replace(each, data=data) for each in plain.workers))
+    (did,) = one_loader_a_line(read).workers
+    assert did.data == data
+
+
 @pytest.mark.parametrize("apart", [curriculum(2), curriculum(5, made_by="transformers")])
 def test_two_loaders_side_by_side_and_those_of_others_stay_apart(apart: Any) -> None:
     assert one_loader_a_line(apart) == apart

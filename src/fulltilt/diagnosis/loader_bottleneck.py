@@ -60,15 +60,16 @@ def _joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecor
     records = [record for record in rank.workers if record.loader_id in ids]
     if not records:
         return loader, None
-    return loader, WorkerRecord(
+    return loader, replace(
+        records[-1],
         loader_id=first.loader_id,
         processes=max(record.processes for record in records),
         lines=joined_lines(line for record in records for line in record.lines),
         growing_lines=joined_lines(line for record in records for line in record.growing_lines),
         pss_bytes=_largest(records, "pss_bytes"),
         cpus=_largest(records, "cpus"),
-        growth=records[-1].growth,
         chunks=next((record.chunks for record in records if record.chunks), None),
+        read_bytes_by_pass=(),
         **{name: _sum(records, name) for name in _WORKER_SUMS},
     )
 
