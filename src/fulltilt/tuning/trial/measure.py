@@ -80,6 +80,7 @@ class TrialMeasurement:
         self._pending: list[tuple[StepSnapshot, StepSnapshot]] = []
         self._blocks: list[StepBlock] = []
         self._loss: Any = None
+        self._unscaled: dict[int, Any] = {}
         self._losses: list[Any] = []
         self._answered = False
 
@@ -101,31 +102,22 @@ class TrialMeasurement:
     # ------------------------------------------------------------------ losses
 
     def _keep_losses(self) -> None:
-        torch = self._torch
-        unscaled: dict[int, Any] = {}
+        patches, torch = Patches(), self._torch
+        patches.around(torch.amp.grad_scaler.GradScaler, "scale", self._scale)
+        patches.swap(torch.autograd, "backward", lambda backward: functools.partial(self._backward, backward))
 
-        def scaling(scale: Callable[..., Any]) -> Callable[..., Any]:
-            def scaled(scaler: Any, outputs: Any) -> Any:
-                result = scale(scaler, outputs)
-                unscaled.clear()
-                unscaled[id(result)] = outputs
-                return result
+    def _scale(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        result = scale(scaler, outputs)
+        self._unscaled = {id(result): outputs}
+        return result
 
-            return scaled
-
-        def keeping(backward: Callable[..., Any]) -> Callable[..., Any]:
-            def kept(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-                loss = unscaled.pop(id(tensors), tensors)
-                if isinstance(loss, torch.Tensor) and loss.numel() == 1 and len(self._losses) < MOST_LOSSES:
-                    self._loss = loss.detach().clone()  # a captured graph would overwrite its output
-                result = backward(tensors, *args, **kwargs)
-                self._went_backward(loss)
-                return result
-
-            return kept
-
-        Patches().swap(torch.amp.grad_scaler.GradScaler, "scale", scaling)
-        Patches().swap(torch.autograd, "backward", keeping)
+    def _backward(self, backward: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = self._unscaled.pop(id(tensors), tensors)
+        if isinstance(loss, self._torch.Tensor) and loss.numel() == 1 and len(self._losses) < MOST_LOSSES:
+            self._loss = loss.detach().clone()  # a captured graph would overwrite its output
+        result = backward(tensors, *args, **kwargs)
+        self._went_backward(loss)
+        return result
 
     # ------------------------------------------------------------------ steps
 
@@ -269,35 +261,29 @@ class Saves:
                 for part in outer:
                     home = getattr(home, part, None)
                 if hasattr(home, last):
-                    self.patches.swap(home, last, functools.partial(self._saving, keyword))
+                    self.patches.around(home, last, functools.partial(self._save, keyword))
         if self._scratch is not None and "torch.load" not in self._installed:
             self._installed.add("torch.load")
-            self.patches.swap(sys.modules["torch"], "load", self._loading)
+            self.patches.around(sys.modules["torch"], "load", self._load)
 
     def _in_scratch(self, path: Any) -> str:
         return f"{self._scratch}{Path(path).absolute()}"
 
-    def _saving(self, keyword: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            given = kwargs.get(keyword, args[1] if len(args) > 1 else None)
-            if self._scratch is None or not isinstance(given, str | os.PathLike):
-                return original(*args, **kwargs)
-            target = self._in_scratch(given)
-            Path(target).parent.mkdir(parents=True, exist_ok=True)
-            if keyword in kwargs:
-                return original(*args, **{**kwargs, keyword: target})
-            return original(args[0], target, *args[2:], **kwargs)
+    def _save(self, keyword: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        given = kwargs.get(keyword, args[1] if len(args) > 1 else None)
+        if self._scratch is None or not isinstance(given, str | os.PathLike):
+            return original(*args, **kwargs)
+        target = self._in_scratch(given)
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        if keyword in kwargs:
+            return original(*args, **{**kwargs, keyword: target})
+        return original(args[0], target, *args[2:], **kwargs)
 
-        return save
-
-    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(f, str | os.PathLike) and Path(self._in_scratch(f)).exists():
-                f = self._in_scratch(f)
-            return original(f, *args, **kwargs)
-
-        return load
+    def _load(self, original: Callable[..., Any], f: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, str | os.PathLike) and Path(self._in_scratch(f)).exists():
+            f = self._in_scratch(f)
+        return original(f, *args, **kwargs)
 
 
 # --------------------------------------------------------------------------- settings
