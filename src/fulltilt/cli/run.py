@@ -160,13 +160,11 @@ class Monitor:
 
     def __init__(self, folder: Path, pid: int, t0_ns: int, gpus: Gpus, advises: bool = True) -> None:
         self._folder = folder
-        self._t0_ns = t0_ns
         from fulltilt.probes.host import HostProbe
         from fulltilt.probes.sampler import Sampler
         from fulltilt.recorder.rank_files import WARN_AFTER_S, SpanFollower
 
         self._writer: store.LineWriter | None = None
-        self._warn_after_s = WARN_AFTER_S
         self._sampler = Sampler(self._take, gpus=gpus, host=HostProbe(pid), t0=t0_ns * 1e-9)
         self._samples: deque[Sample] = deque(maxlen=int(WARN_AFTER_S))
         self._progress = SpanFollower(folder)
@@ -212,9 +210,10 @@ class Monitor:
         """Warn while the job runs, once, that it uses little of its GPU."""
         from fulltilt.diagnosis import low_gpu_warning
         from fulltilt.probes.host import cpu_capacity
+        from fulltilt.recorder.rank_files import WARN_AFTER_S
 
-        trained = self._progress.recent_buckets(self._warn_after_s)
-        if self._warned or trained.total_s - trained.startup_s < self._warn_after_s:
+        trained = self._progress.recent_buckets(WARN_AFTER_S)
+        if self._warned or trained.total_s - trained.startup_s < WARN_AFTER_S:
             return
         self._warned = True
         used = [gpu.util_pct for sample in self._samples for gpu in sample.gpus if gpu.util_pct is not None]

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from fulltilt.figures import clean
 from fulltilt.report.console import PIPED_COLUMNS, can_redraw, let_print
 
 if TYPE_CHECKING:
@@ -64,8 +65,6 @@ def complain(message: str) -> None:
 
 def tell(line: str = "") -> None:
     """Print a line on standard error, with control characters made visible."""
-    from fulltilt.figures import clean
-
     print(clean(line), file=sys.stderr, flush=True)
 
 
@@ -76,8 +75,6 @@ def examples(*commands: str) -> str:
 
 def tell_wrapped(line: str, *, bold: bool = False) -> None:
     """Like ``tell``, wrapped at words with a hanging indent; in a log at ``PIPED_COLUMNS``."""
-    from fulltilt.figures import clean
-
     is_terminal = sys.stderr.isatty()
     bold = bold and is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
     columns = shutil.get_terminal_size((80 if is_terminal else PIPED_COLUMNS + 1, 24)).columns
