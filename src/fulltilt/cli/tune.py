@@ -29,7 +29,6 @@ from fulltilt.recorder.loaders.settings_file import LOADER
 from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console
 from fulltilt.store import SETTINGS_FILE, OwnedFolder
-from fulltilt.tuning.learning_rate import uses_deep_supervision
 from fulltilt.tuning.search_space import (
     LOADER_SETTINGS,
     Attempt,
@@ -237,14 +236,7 @@ def show_study(
     found = [trial for trial in trials if is_valid(trial)]
     if not found:
         raise _nothing_measured(trials, folder)
-    rows = solutions(
-        trials,
-        record.optimizer,
-        record.learning_rate,
-        uses_deep_supervision(record.command),
-        streams=record.loader is not None and record.loader.iterable,
-    )
-    show_solutions(console, rows)
+    show_solutions(console, solutions(trials, record))
     if (in_parts := next((trial for trial in found if trial.settings.accumulation), None)) is not None:
         for line in manual_steps(in_parts.settings):
             console.print(Text(line))

@@ -15,7 +15,7 @@ from fulltilt import figures
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.records import Settings, Trial
 from fulltilt.report import run_view
-from fulltilt.tuning.learning_rate import ScaledRate, scale
+from fulltilt.tuning.learning_rate import ScaledRate, scale, uses_deep_supervision
 from fulltilt.tuning.search_space import (
     DEFAULT_PREFETCH,
     WAITS,
@@ -26,6 +26,7 @@ from fulltilt.tuning.search_space import (
     rate,
     start_of,
 )
+from fulltilt.tuning.study import StudyRecord
 from fulltilt.tuning.verification import LEAST_PAIRS, Comparison, candidate_of, verified
 
 FULL_VRAM = 0.9
@@ -57,14 +58,9 @@ class Solution:
     risk: str
 
 
-def solutions(
-    trials: Sequence[Trial],
-    optimizer: str | None = None,
-    learning_rate: float | None = None,
-    deep_supervision: bool = False,
-    streams: bool = False,
-) -> tuple[Solution, ...]:
-    """The start, then up to three solutions, the safest first. ``streams``: the data is an IterableDataset."""
+def solutions(trials: Sequence[Trial], record: StudyRecord) -> tuple[Solution, ...]:
+    """The start, then up to three solutions, the safest first."""
+    streams = record.loader is not None and record.loader.iterable
     start = start_of(trials)
     searched = [trial for trial in trials if is_valid(trial) and trial.purpose == "search"]
     picked = [
@@ -75,9 +71,10 @@ def solutions(
 
     def scaled(trial: Trial) -> ScaledRate | None:
         before, after = _effective_batch(start or trial), _effective_batch(trial)
-        if learning_rate is None or before is None or after is None:
+        if record.learning_rate is None or before is None or after is None:
             return None
-        return scale(learning_rate, before, after, optimizer, deep_supervision)
+        deep_supervision = uses_deep_supervision(record.command)
+        return scale(record.learning_rate, before, after, record.optimizer, deep_supervision)
 
     rows = [] if start is None else [Solution("Current", start, None, scaled(start), "–")]
     chosen: list[Trial] = []
