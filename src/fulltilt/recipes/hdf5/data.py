@@ -52,8 +52,7 @@ def look(folder: Path, options: Hdf5Options) -> Hdf5Data:
     sources = [describe(part.files, keys, options.window, options.stride, part.rows) for part in (train, validation)]
     features, _ = (_feature_count(source, keys[:-1], options) for source in sources)
     _refuse_other_windows(*sources)
-    negatives, positives = _count_labels(train, options.labels)
-    _count_labels(validation, options.labels)
+    (negatives, positives), _ = (_count_labels(source) for source in sources)
     if not negatives or not positives:
         missing = "1" if negatives else "0"
         raise DataError(f"no training label in {folder} is {missing}", f"Look at {options.labels!r} in the files.")
@@ -124,20 +123,18 @@ def _refuse_other_windows(train: Hdf5Table, validation: Hdf5Table) -> None:
             )
 
 
-def _count_labels(part: FileShare, key: str) -> tuple[int, int]:
+def _count_labels(source: Hdf5Table) -> tuple[int, int]:
     """How many labels are 0 and 1. Raises DataError that names the first that is neither."""
     h5py = require_h5py()
-    zeros = ones = 0
-    for path in part.files:
+    key = source.columns[-1].key
+    ones = 0
+    for path, first, rows in zip(source.files, source.first, source.rows, strict=True):
         with h5py.File(path, "r") as file:
-            rows = len(file[key])
-            first, last = (round(share * rows) for share in part.rows)
-            for start in range(first, last, _PIECE):
-                labels = file[key][start : min(start + _PIECE, last)].reshape(-1)
+            for start in range(first, first + rows, _PIECE):
+                labels = file[key][start : min(start + _PIECE, first + rows)].reshape(-1)
                 is_one = labels == 1
                 if (wrong := (~is_one & (labels != 0)).nonzero()[0]).size:
                     what = f"{path}: {key}[{start + int(wrong[0])}] is {labels[wrong[0]]}"
                     raise DataError(f"{what}, outside the classes 0 and 1", "Relabel or remove it.")
                 ones += int(is_one.sum())
-                zeros += len(labels) - int(is_one.sum())
-    return zeros, ones
+    return sum(source.rows) - ones, ones
