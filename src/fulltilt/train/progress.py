@@ -91,8 +91,7 @@ class Terminal:
         parts = [_one_row(part) for part in parts]
         whole = " | ".join(parts)
         if not self.live:
-            with self._lock:
-                self._write(f"{whole}\n")
+            self.line(whole)
             return
         columns = shutil.get_terminal_size().columns - 1  # a full last column would wrap into the next row
         rows = [whole] if len(whole) <= columns else [part[:columns] for part in parts]
