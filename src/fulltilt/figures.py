@@ -60,6 +60,12 @@ def count(word: str, how_many: int) -> str:
     return f"{whole(how_many)} {word}{ending}"
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """``a, b and 3 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
 def loader_settings(
     num_workers: int | None,
     prefetch_factor: int | None,

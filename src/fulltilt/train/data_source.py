@@ -24,6 +24,7 @@ from fulltilt.feed.random_numbers import mix, sample_seed
 from fulltilt.feed.sample_cache import SampleCache
 from fulltilt.feed.sample_layout import container_like
 from fulltilt.feed.sample_reader import BadSamples, Failure, ShapesDiffer, failure_of
+from fulltilt.figures import listed
 from fulltilt.recorder.loaders.batches import count_samples
 from fulltilt.train.config import TrainSettings
 from fulltilt.train.distributed import Piece, RankInfo, part_of
@@ -343,10 +344,9 @@ def start_worker(stack_log: Path | None, _worker: int = 0) -> None:
         listen_in_worker(stack_log)
 
 
-def sample_names(ids: torch.Tensor, most: int = 16) -> str:
+def sample_names(ids: torch.Tensor) -> str:
     """``samples 3, 7, 12 and 20 more``."""
-    more = f" and {len(ids) - most} more" if len(ids) > most else ""
-    return f"samples {', '.join(map(str, ids[:most].tolist()))}{more}"
+    return f"samples {listed([*map(str, ids.tolist())], 16)}"
 
 
 # --------------------------------------------------------------------------- choosing

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fulltilt.errors import FulltiltError, MachineError, UsageError
+from fulltilt.figures import listed
 from fulltilt.train import checkpoint, checkpoint_format
 from fulltilt.train.checkpoint import Checkpoint, DamagedCheckpoint, HostMemory, Snapshot, Writer
 from fulltilt.train.config import TrainSettings
@@ -343,8 +344,7 @@ class TrainState:
         largest = torch._foreach_norm([tensor for _, tensor in named], math.inf)  # which does not overflow
         norms = torch.stack([one.float() for one in largest] or [torch.zeros(())])
         names = [name for (name, _), whole in zip(named, torch.isfinite(norms).tolist(), strict=False) if not whole]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"{', '.join(names[:3])}{more}" if names else None
+        return listed(names, 3) if names else None
 
     def check_drift(self) -> None:
         """Raise MachineError when the ranks' weights differ in any bit, by a hash. Waits for the device."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fulltilt.errors import DataError, UsageError
+from fulltilt.figures import listed
 from fulltilt.store import open_plain
 from fulltilt.train import checkpoint, checkpoint_format
 from fulltilt.train.checkpoint import newest_complete
@@ -55,8 +56,7 @@ class WeightMatch:
             ("of another shape", self.mismatched),
         ):
             if names:
-                more = f" and {len(names) - most} more" if len(names) > most else ""
-                lines.append(f"{len(names)} {title}: {', '.join(names[:most])}{more}")
+                lines.append(f"{len(names)} {title}: {listed(names, most)}")
         return lines
 
 
