@@ -32,9 +32,6 @@ class FakeState:
 
     lines: list[tuple[str, str | None, float]] = field(default_factory=list)
 
-    def wants_lines(self, activity: Activity) -> bool:
-        return False
-
     def resolve_waiting(self, view: StackView) -> StackView:
         return view
 

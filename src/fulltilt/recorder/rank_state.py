@@ -171,10 +171,6 @@ class RankState:
         if text not in self.remarks and len(self.remarks) < MOST_REMARKS:
             self.remarks.append(text)
 
-    def wants_lines(self, activity: Activity) -> bool:
-        """Whether samples of this activity name useful lines: in next() the thread fetches, or runs the sampler."""
-        return activity is Activity.DATA_WAIT and self.loaders.waiting_for is not None
-
     def resolve_waiting(self, view: StackView) -> StackView:
         """The view with its meaning in this job: waiting is data wait, unless loaders bring the data."""
         if view.kind != "waiting":

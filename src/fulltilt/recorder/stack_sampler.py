@@ -121,7 +121,8 @@ class StackSampler:
         slipped = activity is not Activity.USER and recorder.previous is Activity.USER
         if training and slipped and recorder.last_switch_ns > due_ns:
             self._missed()
-        if not training or not (activity is Activity.USER or recorder.state.wants_lines(activity)):
+        # In next() the thread fetches, or runs the sampler; within other activities no line is of use.
+        if not training or activity not in (Activity.USER, Activity.DATA_WAIT):
             return
         after = recorder.previous
         stack = self._stack_in(activity)
@@ -235,8 +236,7 @@ class StackSampler:
         weight_s = self._every_s
         view = view_of(stack, BatchTimer.draw.__code__)
         if view is not None:
-            if recorder.state.wants_lines(Activity.DATA_WAIT):
-                recorder.state.sampled(Activity.DATA_WAIT, view, weight_s)
+            recorder.state.sampled(Activity.DATA_WAIT, view, weight_s)
             return
         view = self._view(stack)
         if view is None:
