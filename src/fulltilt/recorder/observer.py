@@ -90,7 +90,7 @@ class Observer(threading.Thread):
             due_ns = time.perf_counter_ns() + int(pause_s * 1e9)
             time.sleep(pause_s)  # waiting for an Event with a time limit takes the interpreter lock twice as long
             self.switch_interval.end_wait()
-            if self._stop_asked.is_set() or os.getpid() != recorder.pid:
+            if self._stop_asked.is_set():
                 return
             try:
                 ruins_nothing = ruins_nothing or (recorder.clock is not None and cuda_capture.use_thread_local_mode())
