@@ -135,7 +135,6 @@ class StackSampler:
         # activity began.
         on_time = since_sample_ns < 2e9 * every_s
         weight_s = every_s if on_time else max(min(since_sample_ns, now_ns - recorder.last_switch_ns), 0) * NS
-        view = recorder.state.resolve_waiting(view)
         if activity is not Activity.USER:
             recorder.state.sampled(activity, view, weight_s)
             return
@@ -158,10 +157,12 @@ class StackSampler:
     def _view(self, stack: Stack, inside: CodeType | None = None) -> StackView | None:
         known = self._recorder.loop_frames
         view = view_of(stack, inside, known.spots, known.loop, known.step)
+        if view is None:
+            return None
         # On a GPU, what a generator has torch do is the GPU's time.
-        if view is not None and view.kind == "torch" and view.drawn_from is not None and self._recorder.clock is None:
+        if view.kind == "torch" and view.drawn_from is not None and self._recorder.clock is None:
             return replace(view, kind="data_wait")
-        return view
+        return self._recorder.state.resolve_waiting(view)
 
     def _settle(self) -> None:
         """Sort the pending samples whose time a mark has ended; the others stay."""
@@ -241,7 +242,6 @@ class StackSampler:
         view = self._view(stack)
         if view is None:
             return
-        view = recorder.state.resolve_waiting(view)
         if takes_long:
             # The first sample of a long step has the weight of all of it so far.
             weight_s = (since_sample_ns if began_ns == self._long_step_ns else now_ns - began_ns) * NS
