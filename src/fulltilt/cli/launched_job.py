@@ -74,7 +74,6 @@ class LaunchedJob:
         return self._process.returncode
 
     def _forward(self, got: signal.struct_siginfo) -> None:
-        """Forward a signal, unless the job has it already."""
         if got.si_code != FROM_KERNEL and not self._went_to_group(got.si_signo) and self._process.poll() is None:
             self._process.send_signal(got.si_signo)
 

@@ -253,7 +253,6 @@ def show_study(
 def _write_winner(
     console: Console, record: StudyRecord, settings: Settings, in_force: Settings, folder: Path, apply: bool
 ) -> None:
-    """Write the winner as a settings file and as a diff of the source."""
     settings_for = {LOADER: record.loader.where} if record.loader is not None and record.loader.where else {}
     store.write_json(folder / SETTINGS_FILE, {**store.encode(loader_settings(in_force)), **settings_for})
     if record.loader is None or record.loader.made_by != "fulltilt":

@@ -291,7 +291,6 @@ def changed_file(record: StudyRecord, arguments: Sequence[str]) -> Path | None:
 
 
 def _source_of(loader: LoaderRecord | None, arguments: Sequence[str]) -> Path | None:
-    """The file in which the loader is made."""
     return None if loader is None or loader.where is None else source_file(loader.where, Path(), arguments)
 
 

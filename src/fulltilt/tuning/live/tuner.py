@@ -185,7 +185,6 @@ class LoaderTuner:
         return IndexQueue(indices, sampler)
 
     def _pool_in_force(self, source: SwitchingIterator) -> LoaderPool:
-        """A new pool with these settings."""
         pool = self._make(source, self._serving)
         pool.on_trial = self._is_trying
         serial = not self.user.num_workers  # then changes between two batches have an effect in the plain run
@@ -365,7 +364,6 @@ class LoaderTuner:
         return next((one for one in reversed(self._seen) if one.knobs == self.in_force), best_of(self._seen))
 
     def _measure_again(self, source: SwitchingIterator, seen: Seen) -> None:
-        """Measure the settings in force once more, after a trial."""
         self.phase, self._is_trying, self._tried = Phase.WATCHING, False, seen
         self.record = with_outcome(self.record, "trying", seen)
         self._window.begin(self.in_force, self.in_force.num_workers * self.in_force.prefetch_factor, seen.batches_per_s)

@@ -206,7 +206,6 @@ class TrialMeasurement:
         os._exit(status)
 
     def _script_failed(self, show: Callable[..., None], *failure: Any) -> None:
-        """Show an uncaught exception as usual, then exit."""
         show(*failure)
         if os.getpid() == self._pid:
             self._script_ended()
