@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from feedbench import peers
-from feedbench.measuring import LEAST_ROUNDS, WARM_UP_ROUNDS, Bench, Step, first_of, on_device, trainer
+from feedbench.measuring import LEAST_ROUNDS, WARM_UP_ROUNDS, Bench, Step, first_of, on_device, stock_loader, trainer
 from fulltilt import feed
 from fulltilt.feed import augment
 from fulltilt.feed.tiers import Tier
@@ -196,7 +196,7 @@ class ImageJob:
             if not self.bench.has_time_for(max(2 * seconds, rounds_s) + 6):
                 self.bench.note(self.name, f"stock_{workers}_workers", "no time left")
                 continue
-            loader = self._stock(workers)
+            loader = stock_loader(self.stock, self.batch_size, workers, self.bench.device)
             first, rate = self.bench.first_and_steady_rate(
                 self.step,
                 functools.partial(on_device, loader, self.bench.device),
@@ -249,18 +249,6 @@ class ImageJob:
                 self.bench.note(
                     self.name, f"peer_{peer.__name__}_failed", f"{type(error).__name__}: {str(error)[:200]}"
                 )
-
-    def _stock(self, workers: int) -> DataLoader[Any]:
-        return DataLoader(
-            self.stock,
-            self.batch_size,
-            shuffle=True,
-            num_workers=workers,
-            pin_memory=self.bench.device.type == "cuda",
-            drop_last=True,
-            persistent_workers=workers > 0,
-            prefetch_factor=2 if workers else None,
-        )
 
 
 # --------------------------------------------------------------------------- COD

@@ -193,6 +193,13 @@ def first_of(batch: Any) -> int:
     return len(batch[0])
 
 
+def stock_loader(dataset: Any, batch_size: int, workers: int, device: torch.device, **options: Any) -> DataLoader[Any]:
+    """torch's DataLoader as trainers set it up; ``options`` are its other arguments."""
+    usual = {"shuffle": True, "drop_last": True, "persistent_workers": workers > 0}
+    given = {**usual, "pin_memory": device.type == "cuda", **options}
+    return DataLoader(dataset, batch_size, num_workers=workers, **given)
+
+
 def on_device(loader: DataLoader[Any], device: torch.device) -> Iterator[Any]:
     """The batches of a stock DataLoader, moved the way everybody moves them."""
     for batch in loader:

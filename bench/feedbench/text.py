@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from feedbench.measuring import Bench, on_device, trainer
+from feedbench.measuring import Bench, on_device, stock_loader, trainer
 from fulltilt import feed
 
 Sample = tuple[list[int], int]
@@ -84,22 +84,14 @@ def run_text(bench: Bench) -> None:
         if not bench.has_time_for(12):
             bench.note("text", name, "no time left")
             continue
-        stock = DataLoader(
-            Texts(sequences),
-            batch_size,
-            shuffle=True,
-            num_workers=1 if bench.smoke else 4,
-            collate_fn=pad_to(width),
-            drop_last=True,
-            pin_memory=bench.device.type == "cuda",
-            persistent_workers=True,
-        )
+        workers = 1 if bench.smoke else 4
+        stock = stock_loader(Texts(sequences), batch_size, workers, bench.device, collate_fn=pad_to(width))
 
         def batches(stock: DataLoader[Any] = stock) -> Iterator[Any]:
             for parts in on_device(stock, bench.device):
                 yield dict(zip(("input_ids", "attention_mask", "labels"), parts, strict=True))
 
-        rate, _ = bench.rate(step, batches, size, 6, workers=stock.num_workers)
+        rate, _ = bench.rate(step, batches, size, 6, workers=workers)
         bench.note("text", name, rate)
         bench.note("text", f"fed_over_{name}", statistics.median(fed) / rate)
         del stock

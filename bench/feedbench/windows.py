@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
+import h5py
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from feedbench.measuring import Bench, first_of, on_device, trainer
+from feedbench.measuring import Bench, first_of, on_device, stock_loader, trainer
 from fulltilt import feed
 from fulltilt.feed.tiers import Residency
 from fulltilt.train.cuda_graphs import EAGER_FIRST
 
 
 class SampleBySample(Dataset[Any]):
-    """A common way to read HDF5: ``h5[i]`` in each worker."""
+    """Windows and labels as trainers often read them: ``h5[i]``, from a file that each worker opens for itself."""
 
-    def __init__(self, path: str, count: int) -> None:
-        self.path, self.count = path, count
+    def __init__(self, path: str | Path, windows: str, labels: str) -> None:
+        self.path, self.keys = path, (windows, labels)
         self.file: Any = None
+        with h5py.File(path, "r") as file:
+            self.length = len(file[labels])
 
     def __len__(self) -> int:
-        return self.count
+        return self.length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.file is None:
-            import h5py
-
             self.file = h5py.File(self.path, "r")
-        return torch.from_numpy(self.file["x"][index]), torch.tensor(self.file["y"][index])
+        windows, labels = (self.file[key] for key in self.keys)
+        return torch.from_numpy(windows[index]), torch.tensor(float(labels[index]))
 
 
 def run_hdf5(bench: Bench) -> None:
@@ -71,40 +74,29 @@ def run_hdf5(bench: Bench) -> None:
             bench.note("hdf5", "feed_streamed_host_cpu_pct", cpu)
             bench.note("hdf5", "feed_streamed_mixing_samples", loader.mixing)
     fed = bench.results["hdf5"][f"feed_{resident}"]
-    for name, workers, prefetch in (("sample_by_sample", 8, 16), ("sample_by_sample_4_workers", 4, 8)):
+    for name, usual, prefetch in (("sample_by_sample", 8, 16), ("sample_by_sample_4_workers", 4, 8)):
         if not bench.has_time_for(25):
             bench.note("hdf5", name, "no time left")
             continue
-        stock = DataLoader(
-            SampleBySample(path, count),
-            batch_size,
-            shuffle=True,
-            num_workers=1 if bench.smoke else workers,
-            prefetch_factor=prefetch,
-            pin_memory=bench.device.type == "cuda",
-            persistent_workers=True,
-            drop_last=True,
-        )
+        workers = 1 if bench.smoke else usual
+        samples = SampleBySample(path, "x", "y")
+        stock = stock_loader(samples, batch_size, workers, bench.device, prefetch_factor=prefetch)
         batches = functools.partial(on_device, stock, bench.device)
-        rate, _ = bench.rate(step, batches, first_of, 8, workers=stock.num_workers)
+        rate, _ = bench.rate(step, batches, first_of, 8, workers=workers)
         bench.note("hdf5", name, rate)
         bench.note("hdf5", f"fed_over_{name}", fed / rate)
         del stock, batches
 
 
 def _write(path: str, count: int) -> None:
-    import h5py
-
     generator = torch.Generator().manual_seed(0)
     with h5py.File(path, "w") as file:
         x = file.create_dataset("x", (count, 64, 16), "f4", chunks=(256, 64, 16))
         y = file.create_dataset("y", (count,), "f4", chunks=(8192,) if count > 8192 else None)
         part = min(count, 65_536)
-        windows = torch.randn(
-            part, 64, 16, generator=generator
-        ).numpy()  # the same in every part: its values are fed, not learnt
+        # The same in every part: its values are fed, not learnt.
+        windows = torch.randn(part, 64, 16, generator=generator).numpy()
         for start in range(0, count, part):
-            x[start : start + part] = windows[: count - start]
-            y[start : start + part] = (
-                torch.randint(0, 2, (min(part, count - start),), generator=generator).float().numpy()
-            )
+            here = min(part, count - start)
+            x[start : start + part] = windows[:here]
+            y[start : start + part] = torch.randint(0, 2, (here,), generator=generator).float().numpy()

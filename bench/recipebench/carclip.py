@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from feedbench.measuring import plain_step
+from feedbench.measuring import plain_step, stock_loader
 
 from fulltilt.recipes.carclip import CarClipOptions
 from fulltilt.recipes.carclip.trainer import build, contrastive_loss
@@ -97,15 +97,8 @@ def usual_rate(bench: Bench, data: Path) -> float:
     """
     job = recipe_job(bench, data, TrainSettings(device=bench.device.type))
     batch, workers = (4, 1) if bench.smoke else (STOCK_BATCH, STOCK_WORKERS)
-    loader = torch.utils.data.DataLoader(
-        OnTheCpu(job.data),
-        batch_size=batch,
-        shuffle=True,
-        drop_last=True,
-        num_workers=workers,
-        prefetch_factor=STOCK_PREFETCH,
-        pin_memory=bench.device.type == "cuda",
-    )
+    samples, options = OnTheCpu(job.data), {"prefetch_factor": STOCK_PREFETCH, "persistent_workers": False}
+    loader = stock_loader(samples, batch, workers, bench.device, **options)
     step = plain_step(job.model.to(bench.device).train(), compared, lr=2e-5, dtype=torch.float16)
     return stock_rate(bench, loader, step, batch, 10)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from feedbench.measuring import plain_step
+from feedbench.measuring import plain_step, stock_loader
 from PIL import Image
 
 from fulltilt.feed.worker_pool import default_workers
@@ -85,14 +85,9 @@ def usual_rate(bench: Bench, options: CodOptions, data: Path) -> float:
     """The usual settings: a stock loader that augments on the CPU, batch 8, 12 workers, fp16 with a scaler."""
     job = build(Request(options, TrainSettings(), data, bench.work))
     model = job.model.to(bench.device).train()
-    loader = torch.utils.data.DataLoader(
-        OnTheCpu(job.data, options.img_size),
-        batch_size=STOCK_BATCH,
-        shuffle=True,
-        drop_last=True,
-        num_workers=1 if bench.smoke else STOCK_WORKERS,
-        pin_memory=bench.device.type == "cuda",
-    )
+    workers = 1 if bench.smoke else STOCK_WORKERS
+    samples = OnTheCpu(job.data, options.img_size)
+    loader = stock_loader(samples, STOCK_BATCH, workers, bench.device, persistent_workers=False)
     step = plain_step(model, job.loss, dtype=torch.float16)
     return stock_rate(bench, loader, step, STOCK_BATCH, 10)
 

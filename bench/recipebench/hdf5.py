@@ -10,7 +10,8 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-from feedbench.measuring import plain_step
+from feedbench.measuring import plain_step, stock_loader
+from feedbench.windows import SampleBySample
 
 from fulltilt.recipes.hdf5 import RECIPE, Hdf5Options
 from fulltilt.recipes.hdf5.data import FileShare, look
@@ -75,16 +76,8 @@ def compute_steps(bench: Bench, batch: int) -> Callable[[int], int]:
 def usual_rate(bench: Bench, data: Path) -> float:
     """A stock loader that reads one window after the other, 8 workers × 16 batches ahead."""
     batch, workers = (16, 1) if bench.smoke else (STOCK_BATCH, STOCK_WORKERS)
-    loader = torch.utils.data.DataLoader(
-        OneByOne(data / "train-0.h5"),
-        batch_size=batch,
-        shuffle=True,
-        drop_last=True,
-        num_workers=workers,
-        prefetch_factor=STOCK_PREFETCH,
-        pin_memory=bench.device.type == "cuda",
-        persistent_workers=True,
-    )
+    samples = SampleBySample(data / "train-0.h5", "features", "labels")
+    loader = stock_loader(samples, batch, workers, bench.device, prefetch_factor=STOCK_PREFETCH)
     model = WindowNet(CHANNELS).to(bench.device).train()
     step = plain_step(model, loss)
     return stock_rate(bench, loader, step, batch, 12)
@@ -94,25 +87,6 @@ def loss(model: Any, parts: Any) -> torch.Tensor:
     """The recipe's loss."""
     windows, labels = parts
     return binary_loss(model(windows), labels, "pos_weight", 5.0, 2.0)
-
-
-class OneByOne(torch.utils.data.Dataset[Any]):
-    """Windows as such trainers read them, from a file that each worker opens for itself."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file: Any = None
-        with h5py.File(path, "r") as file:
-            self.length = len(file["labels"])
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.file is None:
-            self.file = h5py.File(self.path, "r")
-        label = float(self.file["labels"][index])
-        return torch.from_numpy(self.file["features"][index]), torch.tensor(label)
 
 
 def recordings(folder: Path, count: int) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from feedbench.measuring import plain_step
+from feedbench.measuring import plain_step, stock_loader
 
 from fulltilt.feed.text import tokenise
 from fulltilt.recipes.pretrained import trained_tokenizer
@@ -135,18 +135,8 @@ def usual_rate(bench: Bench, options: VisobertOptions, tokenizer: Any, job: Job,
         padded = pad(samples)
         return tuple(padded[name] for name in names)
 
-    loader = torch.utils.data.DataLoader(
-        samples,
-        batch_size=batch,
-        shuffle=True,
-        drop_last=True,
-        collate_fn=collate,
-        num_workers=workers,
-        prefetch_factor=STOCK_PREFETCH,
-        pin_memory=bench.device.type == "cuda",
-        persistent_workers=True,
-        multiprocessing_context="fork",
-    )
+    how = {"collate_fn": collate, "prefetch_factor": STOCK_PREFETCH, "multiprocessing_context": "fork"}
+    loader = stock_loader(samples, batch, workers, bench.device, **how)
     model = load_model(options, tokenizer, texts.classes).to(bench.device).train()
     loss = _on(job.loss, bench)
 
