@@ -44,15 +44,10 @@ log = logging.getLogger("fulltilt.feed")
 class Notes(list[str]):
     """Decisions in words; each is also logged."""
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, level: int = logging.INFO) -> None:
         """Add a note."""
         self.append(text)
-        log.info(text)
-
-    def warn(self, text: str) -> None:
-        """Add a warning."""
-        self.append(text)
-        log.warning(text)
+        log.log(level, text)
 
 
 @dataclass
@@ -307,7 +302,7 @@ class SampleCache:
     def _judge(self, failures: list[Failure]) -> None:
         """Note bad or random samples; called on the reading thread, and may set ``store`` to None."""
         for failure in self.bad.note(failures):
-            self.notes.warn(f"skipped {failure.where()}: {failure.message}")
+            self.notes.say(f"skipped {failure.where()}: {failure.message}", logging.WARNING)
         drawn = next((failure for failure in failures if failure.kind == "random"), None)
         if drawn is not None and not self._found_random:
             self._found_random = True
@@ -383,4 +378,4 @@ class SampleCache:
         if isinstance(store, DiskStore):
             store.delete_file()
             self.stop_workers()  # a full disk has its room back when nobody maps the file
-        self.notes.warn(why)
+        self.notes.say(why, logging.WARNING)
