@@ -72,7 +72,7 @@ def child(arguments: argparse.Namespace) -> int:
         importlib.import_module(f"recipebench.{arguments.child}").run(bench)
     except Exception as error:
         traceback.print_exc()
-        bench.note("failed", f"{type(error).__name__}: {str(error)[:300]}")
+        bench.note(failed=f"{type(error).__name__}: {str(error)[:300]}")
         return 1
     finally:
         bench.close()
@@ -159,13 +159,10 @@ def main() -> int:
         return child(arguments)
     result: dict[str, Any] = {"versions": versions(PACKAGES), "command": sys.argv, "rows": {}, "problems": {}}
     for row in arguments.only or ROWS:
-        if not (Path(__file__).parent / "recipebench" / f"{row}.py").exists():
-            result["problems"][row] = "has no benchmark yet"
-            continue
         result["rows"][row], problem = measure(row, arguments)
         if problem is not None:
-            doing = result["rows"][row].get("doing", "starting")
-            result["problems"][row] = f"{problem}, while it measured {doing}"
+            known = ", ".join(result["rows"][row]) or "nothing"
+            result["problems"][row] = f"{problem}; known by then: {known}"
         if arguments.run:
             print(whole_run(row, result["rows"][row], smoke=arguments.smoke))
         Path(arguments.out).write_text(json.dumps(result, indent=1) + "\n")

@@ -32,22 +32,18 @@ def run(bench: Bench) -> None:
     """Fed and compute-only in turns, then the usual settings and ours with their batch and parts."""
     batch = 8 if bench.smoke else 256
     data = pictures(bench.work / "data", 40 if bench.smoke else 1200)
-    bench.note("promised", "2 to 3")
-    bench.begins("compute-only steps")
+    bench.note(promised="2 to 3")
     turns = Turns(compute_steps(bench, data, batch), bench)
-    bench.begins("fed and compute-only steps in turns")
     # Epochs of more than a hundred steps: turns need whole stretches of one.
     again = 4 if bench.smoke else 26
-    bench.note_all(engine_turns(*engine_job(bench, data, batch, 1, again), bench.work / "fed", turns))
-    bench.begins("the usual settings")
-    bench.note("stock", usual_rate(bench, data))
+    bench.note(**engine_turns(*engine_job(bench, data, batch, 1, again), bench.work / "fed", turns))
+    bench.note(stock=usual_rate(bench, data))
     bench.remark("the usual accumulation compares 128 captions a step; ours at its batch compares 256 (GradCache)")
     if bench.left_s() > bench.another_s:
-        bench.begins("ours at their batch")
         part, again = (4, again) if bench.smoke else (STOCK_BATCH, 12)
         job = engine_job(bench, data, part, STOCK_ACCUMULATION, again)
         alone = Turns(None, bench, turn_s=3, turns=1)
-        bench.note("fed_at_stock_batch", engine_turns(*job, bench.work / "parts", alone)["fed"])
+        bench.note(fed_at_stock_batch=engine_turns(*job, bench.work / "parts", alone)["fed"])
 
 
 def recipe_job(bench: Bench, data: Path, settings: TrainSettings) -> Job:

@@ -40,20 +40,16 @@ def run(bench: Bench) -> None:
         progressive_unfreeze=False,
         stage2_lr=1e-4,
     )
-    bench.note("promised", "+20 %")
-    bench.begins("compute-only steps")
+    bench.note(promised="+20 %")
     turns = Turns(compute_steps(bench, options, data, batch), bench)
-    bench.begins("fed and compute-only steps in turns")
     # Epochs of more than a hundred steps: turns need whole stretches of one.
     job = engine_job(bench, options, data, batch, 4 if bench.smoke else 8)
-    bench.note_all(engine_turns(*job, bench.work / "fed", turns))
-    bench.begins("the usual settings")
-    bench.note("stock", usual_rate(bench, options, data))
+    bench.note(**engine_turns(*job, bench.work / "fed", turns))
+    bench.note(stock=usual_rate(bench, options, data))
     if bench.left_s() > bench.another_s:
-        bench.begins("ours at their batch")
         job = engine_job(bench, options, data, STOCK_BATCH, 4 if bench.smoke else 2)
         alone = Turns(None, bench, turn_s=2.5, turns=1)
-        bench.note("fed_at_stock_batch", engine_turns(*job, bench.work / "small", alone)["fed"])
+        bench.note(fed_at_stock_batch=engine_turns(*job, bench.work / "small", alone)["fed"])
 
 
 def engine_job(bench: Bench, options: CodOptions, data: Path, batch: int, again: int) -> tuple[Job, TrainSettings]:

@@ -30,14 +30,11 @@ def run(bench: Bench) -> None:
     """Fed and compute-only in turns, then the usual settings. Its batch is ours."""
     batch = 64 if bench.smoke else 8192
     data = recordings(bench.work / "data", 512 if bench.smoke else 64 * 8192)
-    bench.note("promised", "1.67")
-    bench.begins("compute-only steps")
+    bench.note(promised="1.67")
     turns = Turns(compute_steps(bench, batch), bench)
-    bench.begins("fed and compute-only steps in turns")
     # Several hundred steps an epoch: turns need whole stretches of one.
-    bench.note_all(fed_figures(bench, data, batch, turns, again=2 if bench.smoke else 5))
-    bench.begins("the usual settings")
-    bench.note("stock", usual_rate(bench, data))
+    bench.note(**fed_figures(bench, data, batch, turns, again=2 if bench.smoke else 5))
+    bench.note(stock=usual_rate(bench, data))
 
 
 def fed_figures(bench: Bench, data: Path, batch: int, turns: Turns, again: int) -> dict[str, Any]:

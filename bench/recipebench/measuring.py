@@ -39,9 +39,9 @@ class Bench:
         self._ends_s = time.monotonic() + budget_s
         self.work = Path(tempfile.mkdtemp(prefix="fulltilt-recipes-", dir=IN_MEMORY))
 
-    def note(self, name: str, value: Any) -> None:
-        """Keep a figure and write all of them. Ratios are made where both of their sides are there."""
-        self.figures[name] = value
+    def note(self, **figures: Any) -> None:
+        """Keep figures and write all of them. Ratios are made where both of their sides are there."""
+        self.figures |= figures
         for ratio, over, under in (
             ("fed_over_stock", "fed", "stock"),
             ("fed_at_stock_batch_over_stock", "fed_at_stock_batch", "stock"),
@@ -50,18 +50,9 @@ class Bench:
                 self.figures[ratio] = self.figures[over] / self.figures[under]
         self.out.write_text(json.dumps(self.figures, indent=1) + "\n")
 
-    def note_all(self, figures: dict[str, Any]) -> None:
-        """Keep several figures."""
-        for name, value in figures.items():
-            self.note(name, value)
-
-    def begins(self, part: str) -> None:
-        """Note which part comes next, in case the process dies in it."""
-        self.note("doing", part)
-
     def remark(self, line: str) -> None:
         """Keep a sentence that belongs to the figures."""
-        self.note("notes", [*self.figures.get("notes", []), line])
+        self.note(notes=[*self.figures.get("notes", []), line])
 
     def left_s(self) -> float:
         """Seconds left of the row's budget."""

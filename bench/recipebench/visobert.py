@@ -41,21 +41,17 @@ def run(bench: Bench) -> None:
     data, options = prepared(bench)
     texts = read_texts(data, options, 0)
     longer = replace(texts, train=Split(texts.train.texts * AGAIN, texts.train.labels * AGAIN))
-    bench.note("promised", "1.2 to 1.3")
-    bench.begins("compute-only steps")
+    bench.note(promised="1.2 to 1.3")
     job, settings, tokenizer = engine_job(bench, data, options, longer, batch)
     served = Remembering(job.data)
     turns = Turns(compute_steps(bench, options, tokenizer, job, served), bench)
-    bench.begins("fed and compute-only steps in turns")
-    bench.note_all(engine_turns(replace(job, data=served), settings, bench.work / "fed", turns))
-    bench.begins("the usual settings")
-    bench.note("stock", usual_rate(bench, options, tokenizer, job, texts))
+    bench.note(**engine_turns(replace(job, data=served), settings, bench.work / "fed", turns))
+    bench.note(stock=usual_rate(bench, options, tokenizer, job, texts))
     bench.remark("the usual 8-bit AdamW is left out on both sides: fused AdamW is at least as fast")
     if bench.left_s() > bench.another_s:
-        bench.begins("ours at their batch")
         job, settings, _ = engine_job(bench, data, options, longer, 8 if bench.smoke else STOCK_BATCH)
         alone = Turns(None, bench, turn_s=4, turns=1)
-        bench.note("fed_at_stock_batch", engine_turns(job, settings, bench.work / "small", alone)["fed"])
+        bench.note(fed_at_stock_batch=engine_turns(job, settings, bench.work / "small", alone)["fed"])
 
 
 def prepared(bench: Bench) -> tuple[Path, VisobertOptions]:
