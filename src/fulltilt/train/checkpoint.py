@@ -357,30 +357,25 @@ def _manifest(folder: Path) -> dict[str, Any]:
     try:
         with store.open_plain(path) as file:
             raw = file.read()
-        manifest = json.loads(raw)
+        manifest: dict[str, Any] = json.loads(raw)
         del manifest["manifest_sha256"]
-        files = manifest["files"]
-        names = set(files)
-        plain_names = all(Path(name).name == name for name in names)
-        complete = {TENSORS_FILE, VALUES_FILE} <= names and {MODEL_FILE, SHARDS_FILE} & names
-        intact = _seal(manifest) == raw and plain_names and complete
-        newer = manifest["schema_version"] > SCHEMA_VERSION
-        step_agrees = folder_name(manifest["step"]) == folder.name or not _NAME.fullmatch(folder.name)
-        sizes = [files[name]["bytes"] for name in files]
-        numbers = [manifest["step"], manifest["epoch"], manifest["metric"] or 0.0, *sizes]
-        if not all(isinstance(number, int | float) for number in numbers):
+        if _seal(manifest) != raw:
+            raise DamagedCheckpoint(f"{path}: its own checksum differs")
+        if manifest["schema_version"] > SCHEMA_VERSION:
+            raise MachineError(f"{folder} was written by a newer Fulltilt", "Update: pip install --upgrade fulltilt")
+        step, files = manifest["step"], manifest["files"]
+        numbers = [step, manifest["epoch"], manifest["metric"] or 0.0, *(files[name]["bytes"] for name in files)]
+        complete = {TENSORS_FILE, VALUES_FILE} <= files.keys() and {MODEL_FILE, SHARDS_FILE} & files.keys()
+        plain = all(isinstance(number, int | float) for number in numbers)
+        if not (complete and plain and all(Path(name).name == name for name in files)):
             raise TypeError
+        if _NAME.fullmatch(folder.name) and folder.name != folder_name(step):
+            raise DamagedCheckpoint(f"{path} is of step {step}, not of {folder.name}")
     except OSError as error:
         raise DamagedCheckpoint(f"{path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged ({type(error).__name__})") from error
-    if not intact:
-        raise DamagedCheckpoint(f"{path}: its own checksum differs")
-    if not step_agrees:
-        raise DamagedCheckpoint(f"{path} is of step {manifest['step']}, not of {folder.name}")
-    if newer:
-        raise MachineError(f"{folder} was written by a newer Fulltilt", "Update: pip install --upgrade fulltilt")
-    return dict(manifest)
+    return manifest
 
 
 def _described(folder: Path, manifest: dict[str, Any]) -> Checkpoint:
