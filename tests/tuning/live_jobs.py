@@ -30,7 +30,6 @@ HASTY = LiveLimits(
     settle_s=0.0,
     shortest_pass=0,
     batch_s=20.0,
-    worker_growth=1.0,
 )
 ROOMY = Capacity(cpus=8)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes, shared_memory_bytes
 from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.recorder.session import Session
-from fulltilt.tuning.live.limits import DEFAULT, LiveLimits
+from fulltilt.tuning.live.limits import DEFAULT as LIMITS
 from fulltilt.tuning.live.measurement import Knobs, Seen
 from fulltilt.tuning.next_trial import Bracket
 
@@ -26,22 +26,18 @@ class Settle:
 
 
 def decide(
-    seen: tuple[Seen, ...],
-    capacity: Capacity,
-    failed: tuple[Knobs, ...] = (),
-    undecided: int = 0,
-    limits: LiveLimits = DEFAULT,
+    seen: tuple[Seen, ...], capacity: Capacity, failed: tuple[Knobs, ...] = (), undecided: int = 0
 ) -> Knobs | Settle:
     """What to try next, or Settle. ``seen`` begins with the script's settings; ``failed`` are settings that broke.
 
     ``undecided``: how many more trials there were whose gain could not be determined.
     """
     best = best_of(seen)
-    if best.wait_share <= limits.enough_wait_share:
+    if best.wait_share <= LIMITS.enough_wait_share:
         return Settle("the loader is no longer the limit")
-    if len(seen) - 1 + len(failed) + undecided >= limits.most_moves:
-        return Settle(f"{limits.most_moves} settings were tried")
-    most, what = most_workers(capacity, best.knobs.prefetch_factor, limits)
+    if len(seen) - 1 + len(failed) + undecided >= LIMITS.most_moves:
+        return Settle(f"{LIMITS.most_moves} settings were tried")
+    most, what = most_workers(capacity, best.knobs.prefetch_factor)
     # Batches a second that training could consume if it never waited.
     ceiling = 1 / max(min(one.busy_s for one in seen), 1e-9)
     tried = [
@@ -49,14 +45,14 @@ def decide(
         *((knobs.num_workers, 0.0) for knobs in failed),
     ]
     bracket = Bracket.of(tried, most, ceiling, seen[0].wait_share)
-    workers = _next_workers(seen[0], len(seen) + len(failed), bracket, limits)
+    workers = _next_workers(seen[0], len(seen) + len(failed), bracket)
     if workers is not None:
         return Knobs(workers, best.knobs.prefetch_factor, best.knobs.pin_memory or capacity.can_pin)
     # Uneven batches can empty a short queue although the workers keep up on average.
-    deeper = best.knobs._replace(prefetch_factor=min(2 * best.knobs.prefetch_factor, limits.most_prefetch))
+    deeper = best.knobs._replace(prefetch_factor=min(2 * best.knobs.prefetch_factor, LIMITS.most_prefetch))
     known = {one.knobs[:2] for one in seen} | {other[:2] for other in failed}
     once = best.knobs.prefetch_factor == seen[0].knobs.prefetch_factor and deeper[:2] not in known
-    if once and 0 < deeper.num_workers <= most_workers(capacity, deeper.prefetch_factor, limits)[0]:
+    if once and 0 < deeper.num_workers <= most_workers(capacity, deeper.prefetch_factor)[0]:
         return deeper
     limit = f"; there is room for {most} workers ({what})" if best.knobs.num_workers >= most else ""
     return Settle(f"no other setting promises more{limit}")
@@ -67,7 +63,7 @@ def best_of(seen: tuple[Seen, ...]) -> Seen:
     return max(seen, key=lambda one: one.batches_per_s)
 
 
-def pays(before: Seen, trial: Seen, again: Seen, limits: LiveLimits = DEFAULT) -> bool | None:
+def pays(before: Seen, trial: Seen, again: Seen) -> bool | None:
     """Whether a trial's settings are worth keeping: faster than those in force, or as fast with fewer workers.
 
     ``before`` and ``again`` are the settings in force, measured before and after the trial. None: undecided, since
@@ -75,16 +71,16 @@ def pays(before: Seen, trial: Seen, again: Seen, limits: LiveLimits = DEFAULT) -
     """
     low, high = sorted((before.batches_per_s, again.batches_per_s))
     fewer = 0 < trial.knobs.num_workers < before.knobs.num_workers
-    if trial.batches_per_s > low and high - low > max(trial.batches_per_s - high, limits.paid_share * high):
+    if trial.batches_per_s > low and high - low > max(trial.batches_per_s - high, LIMITS.paid_share * high):
         return None
     error = math.hypot(trial.spread, before.spread / 2, again.spread / 2)
-    surely = (1 + limits.sure_errors * error) * (low + high) / 2
-    return trial.batches_per_s > (high if fewer else max((1 + limits.paid_share) * high, surely))
+    surely = (1 + LIMITS.sure_errors * error) * (low + high) / 2
+    return trial.batches_per_s > (high if fewer else max((1 + LIMITS.paid_share) * high, surely))
 
 
-def pays_clearly(before: Seen, trial: Seen, limits: LiveLimits = DEFAULT) -> bool:
+def pays_clearly(before: Seen, trial: Seen) -> bool:
     """Whether a trial gains so much that the settings in force need not be measured again after it."""
-    return trial.batches_per_s >= limits.clear_gain * before.batches_per_s
+    return trial.batches_per_s >= LIMITS.clear_gain * before.batches_per_s
 
 
 def at_pace_of(again: Seen, before: Seen, trial: Seen, seen: tuple[Seen, ...]) -> tuple[Seen, ...]:
@@ -98,14 +94,14 @@ def at_pace_of(again: Seen, before: Seen, trial: Seen, seen: tuple[Seen, ...]) -
     return *earlier, trial.times(during)
 
 
-def _next_workers(start: Seen, tried: int, bracket: Bracket, limits: LiveLimits) -> int | None:
+def _next_workers(start: Seen, tried: int, bracket: Bracket) -> int | None:
     """The number of workers to try next: first a jump to what may be enough, then next to the best so far."""
     if bracket.most < 1:
         return None
     if tried == 1 or not bracket.rates:
         half = max(1, round(bracket.most / 2))
         each = bracket.one or start.batches_per_s / start.knobs.num_workers
-        first = min(half, math.ceil(limits.worker_headroom * bracket.ceiling / each))
+        first = min(half, math.ceil(LIMITS.worker_headroom * bracket.ceiling / each))
         if first != start.knobs.num_workers:
             return first
     return bracket.next_count()
@@ -137,9 +133,9 @@ class Capacity:
     can_pin: bool = False
 
 
-def most_workers(capacity: Capacity, prefetch: int, limits: LiveLimits = DEFAULT) -> tuple[int, str]:
+def most_workers(capacity: Capacity, prefetch: int) -> tuple[int, str]:
     """The most workers that a new pool may have, and what sets that limit."""
-    share = max(capacity.cpu_share if capacity.cpu_share is not None else 1.0, 1 / limits.waiting_workers_per_cpu)
+    share = max(capacity.cpu_share if capacity.cpu_share is not None else 1.0, 1 / LIMITS.waiting_workers_per_cpu)
     what = "1 usable CPU" if capacity.cpus == 1 else f"{capacity.cpus:g} usable CPUs"
     if capacity.ranks > 1:  # all ranks together have no more workers than there are CPUs
         what += f" for {capacity.cpu_ranks} ranks" if capacity.cpu_ranks > 1 else ""
@@ -149,15 +145,15 @@ def most_workers(capacity: Capacity, prefetch: int, limits: LiveLimits = DEFAULT
     queued_bytes = (prefetch + 1) * (capacity.batch_bytes or 0)
     if capacity.memory_free_bytes is not None:
         measured = capacity.worker_bytes
-        grown = measured * limits.worker_growth if measured else limits.unmeasured_worker_bytes
-        free = limits.memory_share * capacity.memory_free_bytes / capacity.ranks
+        grown = measured * LIMITS.worker_growth if measured else LIMITS.unmeasured_worker_bytes
+        free = LIMITS.memory_share * capacity.memory_free_bytes / capacity.ranks
         bounds.append((int(free // (grown + queued_bytes)), "free memory"))
     if capacity.shm_free_bytes is not None and queued_bytes:
-        free = limits.shm_share * capacity.shm_free_bytes / capacity.ranks
+        free = LIMITS.shm_share * capacity.shm_free_bytes / capacity.ranks
         bounds.append((int(free // queued_bytes), "free /dev/shm"))
     if capacity.files_left is not None:
-        each = limits.files_per_worker + (prefetch + 1) * capacity.tensors_per_batch
-        bounds.append((int(limits.files_share * capacity.files_left // each), "open files (ulimit -n)"))
+        each = LIMITS.files_per_worker + (prefetch + 1) * capacity.tensors_per_batch
+        bounds.append((int(LIMITS.files_share * capacity.files_left // each), "open files (ulimit -n)"))
     return min(bounds)
 
 

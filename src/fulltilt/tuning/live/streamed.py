@@ -149,7 +149,7 @@ class StreamTuner:
                 pool.retire()
 
     def _end_trial(self, own: Seen, seen: Seen, again: Seen) -> None:
-        paid = pays(own, seen, again, self.process.limits)
+        paid = pays(own, seen, again)
         why = pace_changed(own, again) if paid is None else None
         self.record = with_rates(with_outcome(self.record, "kept" if paid else "returned", seen, why), again)
         if paid:

@@ -317,7 +317,7 @@ class LoaderTuner:
                 self.record = replace(self.record, note=RANDOM_DRAWS + (LATER_SHUFFLES if shuffles_too else ""))
             self._try(source)
         elif agreed.seen is not None:
-            if self._is_trying and not pays_clearly(self._to_beat, agreed.seen, self._limits):
+            if self._is_trying and not pays_clearly(self._to_beat, agreed.seen):
                 self._measure_again(source, agreed.seen)
                 return
             if self._is_trying:
@@ -334,7 +334,7 @@ class LoaderTuner:
             self._decide(source, agreed.capacity)
 
     def _decide(self, source: SwitchingIterator, capacity: Capacity) -> None:
-        move = decide(self._seen, capacity, self._failed, len(self._undecided), self._limits)
+        move = decide(self._seen, capacity, self._failed, len(self._undecided))
         if isinstance(move, Settle):
             self.phase = Phase.DONE
             self._note("settled", move.why)
@@ -373,7 +373,7 @@ class LoaderTuner:
     def _judge(self, trial: Seen, again: Seen) -> None:
         """Keep the trial's settings if they are faster than those in force, measured before and after the trial."""
         before, self._tried, tried = self._to_beat, None, loader_settings(*trial.knobs)
-        paid = pays(before, trial, again, self._limits)
+        paid = pays(before, trial, again)
         *others, now = at_pace_of(again, before, trial, self._seen)
         if paid is None and trial.knobs not in self._undecided:  # it may be tried once more
             self._undecided, self._seen = (*self._undecided, trial.knobs), tuple(others)
