@@ -200,7 +200,6 @@ class Recording(LoopMarks):
         self._task = task  # which of several tasks of a job this is, where the launcher's variables do not say
         self.folder = Path(folder)
         self._name = name or self.folder.name
-        self._attached = False
         self._files: RunFiles | None = None
         self._sampler: Sampler | None = None
 
@@ -216,7 +215,7 @@ class Recording(LoopMarks):
         import torch
 
         if attach.current is not None:
-            self._session, self._attached = attach.current, True
+            self._session = attach.current
             self.folder = attach.current.recorder.folder
             return self
         if (earlier := Recording.under_way) is not None:
@@ -248,7 +247,7 @@ class Recording(LoopMarks):
         atexit.unregister(self._stop_with_process)
         if Recording.under_way is self:
             Recording.under_way = None
-        if session is None or self._attached or self._files is None:
+        if session is None or self._files is None:  # it joined a run that `fulltilt run` records
             return
         if os.getpid() != session.recorder.pid:
             return  # a forked child has ended: the run is its parent's
