@@ -189,7 +189,7 @@ class LoaderRegistry:
     def draw_from(self, library: str, iterable: Any, begin: Callable[[], Any], unit: DrawUnit) -> Any:
         """The iterator of a library's that ``begin`` makes, with a timer where the training thread draws from it."""
         recorder = self.recorder
-        if recorder.active and self._measures:
+        if self._measures:
             recorder.ensure_started()
         # What a DataLoader draws from, or another such iterator, is a part of it.
         if not recorder.on_training_thread() or recorder.activity is not Activity.USER:
