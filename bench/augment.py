@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from children import drain, process_start_s, versions
+from feedbench.images import MEAN, STD
 
 from fulltilt.feed import augment
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DEGREES, SHIFT, SCALE = 15.0, (0.1, 0.1), (0.9, 1.1)
 JITTER = (0.2, 0.2, 0.2, 0.05)
 Call = Callable[[torch.Tensor, torch.Tensor], Any]

@@ -26,13 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from children import IN_MEMORY, versions
+from feedbench.images import MEAN, STD, make_images
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from children import IN_MEMORY, versions
-from feedbench.images import make_images
 
 STARTS = (0, 2, 4)
 # How long a run trains, and how much of its end is measured: tuned, and plain.
@@ -55,7 +52,7 @@ class Pictures(Dataset[Any]):
                 *more,
                 v2.PILToTensor(),
                 v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+                v2.Normalize(list(MEAN), list(STD)),
             ]
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from feedbench.images import MEAN, STD
 from feedbench.measuring import plain_step, stock_loader
 from PIL import Image
 
@@ -96,8 +97,8 @@ class OnTheCpu(torch.utils.data.Dataset[Any]):
 
         self.pictures = Pictures(pictures.pairs, size)
         self.jitter = transforms.ColorJitter(0.2, 0.2, 0.2)
-        self.mean = torch.tensor((0.485, 0.456, 0.406))[:, None, None]
-        self.std = torch.tensor((0.229, 0.224, 0.225))[:, None, None]
+        self.mean = torch.tensor(MEAN)[:, None, None]
+        self.std = torch.tensor(STD)[:, None, None]
 
     def __len__(self) -> int:
         return len(self.pictures)
