@@ -188,7 +188,7 @@ class ImageJob:
                 self.name, f"feed_{tier}", self.step, lambda: [self.fixed], lambda: loader, first_of
             )
 
-    def stock_loader(self, counts: Iterable[int], seconds: float) -> None:
+    def stock_rates(self, counts: Iterable[int], seconds: float) -> None:
         """torch's DataLoader over worker counts: its first epoch, then its steady state."""
         best = best_first = 0.0
         for workers in counts:
@@ -295,7 +295,7 @@ def run_cod(bench: Bench) -> None:
     if "tiers" in bench.parts:
         job.tier("disk", 3.0)
     if "stock" in bench.parts:
-        job.stock_loader(bench.workers, 3.0)
+        job.stock_rates(bench.workers, 3.0)
     if "peers" in bench.parts:
         job.peers(3.5)
     if "tiers" in bench.parts:
@@ -342,4 +342,4 @@ def run_clip(bench: Bench) -> None:
                 job.tier(tier, 3.0)
     if "stock" in bench.parts:
         for job in jobs:
-            job.stock_loader(bench.workers, 3.0)
+            job.stock_rates(bench.workers, 3.0)
