@@ -2,7 +2,7 @@
 
 The training process replaces torch's worker loop by :func:`run_worker`, which runs the original loop with a timer
 around each fetch and a stack sampler on another thread. Figures go to the recorder in datagrams, at first two a second,
-through a socket that only workers inherit: no file, no name, no lock. A worker that dies loses what came since then.
+through a socket that only workers inherit: no file, no name, no lock. A worker that dies loses its last figures.
 """
 
 from __future__ import annotations
