@@ -56,6 +56,15 @@ def test_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.slow
+def test_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run("engine", monkeypatch, tmp_path / "engine.json", "--smoke")
+    assert code == 0
+    assert not [part for part in found.values() if isinstance(part, dict) and "error" in part]
+    assert all(one["engine_share_of_hand_speed"] > 0.0 for one in found["loops"].values())
+    assert "engine / hand-written loop, plain" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_augment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run("augment", monkeypatch, tmp_path / "augment.json", "--smoke", *NO_BUDGET)
     assert code == 0
