@@ -113,6 +113,21 @@ def test_a_moved_file_that_grows_is_ours_when_a_kill_follows_the_rename(tmp_path
     assert OwnedFolder.claim(tmp_path / "out", "cache").owns("rows")
 
 
+def test_a_file_whose_writer_was_killed_before_the_rename_is_still_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    OwnedFolder.claim(tmp_path, "run").write("metrics.csv", b"first\n")
+    for text in (b"never there\n", b"never there either\n"):
+        with monkeypatch.context() as killed:
+            killed.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                OwnedFolder.claim(tmp_path, "run").write("metrics.csv", text)
+    assert OwnedFolder.claim(tmp_path, "run").owns("metrics.csv")
+    assert (tmp_path / "metrics.csv").read_bytes() == b"first\n"
+    (tmp_path / "metrics.csv").write_bytes(b"theirs\n")
+    assert not OwnedFolder.claim(tmp_path, "run").owns("metrics.csv")
+
+
 def test_moved_tree_is_still_ours(tmp_path: Path) -> None:
     folder = claim(tmp_path / "run")
     making = folder.temporary("model")

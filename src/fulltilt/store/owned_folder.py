@@ -61,6 +61,7 @@ class OwnedFolder:
     def __init__(self, path: Path) -> None:
         self.path = Path(os.path.abspath(path))
         self._entries: dict[str, Identity] = {}
+        self._versions: dict[str, set[Identity]] = {}  # all that were noted: a kill may come before a new one is there
         self._marker_inode: int | None = None
         self._read_bytes = 0
         self._copied = False
@@ -301,6 +302,8 @@ class OwnedFolder:
         recorded = self._entries.get(name)
         if recorded is None:
             return False
+        if found in self._versions.get(name, ()):
+            return True
         known = slice(1, 2) if self._copied else slice(None)  # in a copy inodes and times are new, sizes are not
         return recorded[known] == found[: len(recorded)][known]
 
@@ -328,13 +331,13 @@ class OwnedFolder:
         try:
             file = open_plain(self.path / MARKER)
         except OSError:
-            self._entries.clear()
+            self._forget()
             return
         with file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self._marker_inode:  # the first time, or the folder was made again
                 self._marker_inode, self._read_bytes = inode, 0
-                self._entries.clear()
+                self._forget()
             file.seek(self._read_bytes)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
@@ -350,10 +353,17 @@ class OwnedFolder:
                 name, identity = noted["path"], noted["is"]
                 if identity is None:
                     self._entries.pop(name, None)
+                    self._versions.pop(name, None)
                 elif not {"", ".", ".."} & set(name.split("/")):  # otherwise the marker was forged
-                    self._entries[str(name)] = tuple(int(part) for part in identity)
+                    self._entries[str(name)] = identity = tuple(int(part) for part in identity)
+                    if len(identity) == 3:  # with size and time, not growing
+                        self._versions.setdefault(name, set()).add(identity)
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 continue
+
+    def _forget(self) -> None:
+        self._entries.clear()
+        self._versions.clear()
 
 
 def write_named_file(
