@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fulltilt.recorder.intervals import Interval
+from fulltilt.recorder.session import Session
 from fulltilt.recorder.steps import BurstPlan, StepCounter, plan
 
 
@@ -191,3 +196,19 @@ def test_short_steps_are_measured_in_bursts_where_that_costs_the_job_something()
     assert planned(0.00625, launch_share=0.3) == BurstPlan(measured_calls=32, counted_calls=160)
     assert planned(0.0025, launch_share=0.01) == BurstPlan(measured_calls=32, counted_calls=400)
     assert planned(0.006, launch_share=0.01) is None  # the GPU sets the pace: what the host does beside it is free
+
+
+def test_a_long_step_does_not_end_the_bursts_of_short_ones(tmp_path: Path) -> None:
+    observer = (session := Session(torch, tmp_path, 0)).observer
+    intervals = session.recorder.intervals
+    intervals.steps = intervals.calls = 400
+
+    def plan_after(step_s: float) -> BurstPlan | None:
+        intervals.closed[:] = [Interval(0.0, 16 * step_s * 1e9, steps=16)]
+        observer._drain()
+        return session.recorder.bursts.plan
+
+    assert {plan_after(0.002) for _ in range(3)} == {BurstPlan(measured_calls=16, counted_calls=250)}
+    assert plan_after(0.060) is not None  # a validation
+    assert plan_after(0.060) is not None
+    assert plan_after(0.060) is None  # the steps have become long

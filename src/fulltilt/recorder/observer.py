@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from random import Random
+from statistics import median
 
 from fulltilt import cuda_capture
 from fulltilt.recorder.attribution import SpanBuilder
@@ -31,6 +33,7 @@ LOST_SHARE = 0.1
 # The record changes ever more slowly: it is rewritten each time the run has become this much longer.
 RECORD_SHARE, RECORD_EVERY_S = 0.05, 10.0
 MOST_PROBLEMS = 100
+RECENT_INTERVALS = 5
 NS = 1e-9
 
 
@@ -44,7 +47,7 @@ class Observer(threading.Thread):
         self._state = recorder.state
         self._sampler = StackSampler(recorder)
         self._spans = SpanBuilder(recorder.t0_ns, recorder.state, self._sampler)
-        self._usual_step_s = 0.0
+        self._steps_s = deque[float](maxlen=RECENT_INTERVALS)  # of the latest intervals
         self._write_every_s = WRITE_EVERY_S * max(recorder.state.world_size / RANKS_A_SECOND, 1)
         self._out: RankFiles | None = None
         self.switch_interval = SwitchInterval()
@@ -138,9 +141,9 @@ class Observer(threading.Thread):
         self._plan_calibration()
         if builder.closed:
             interval = builder.closed[-1]
-            step_s = (interval.t1_ns - interval.t0_ns) * NS / max(interval.steps, 1)
-            self._usual_step_s = min(step_s, 2 * (self._usual_step_s or step_s))  # a single long one is not usual
-            builder.long_ns = max(LONG_STEP_ON_GPU_NS, LONG_STEP_FACTOR * self._usual_step_s / NS)
+            self._steps_s.append((interval.t1_ns - interval.t0_ns) * NS / max(interval.steps, 1))
+            step_s = median(self._steps_s)  # a single long one is not usual
+            builder.long_ns = max(LONG_STEP_ON_GPU_NS, LONG_STEP_FACTOR * step_s / NS)
             launch_share = self._spans.usual.launch_share if clock is not None else None
             recorder.bursts.plan = plan(builder.steps, builder.calls, step_s, self._state.scaler, launch_share)
 
