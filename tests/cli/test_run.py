@@ -149,6 +149,22 @@ def test_a_job_that_handles_interrupts_goes_on(tmp_path: Path) -> None:
     assert (out, process.returncode) == ("not now\ndone\n", 0)
 
 
+@pytest.mark.parametrize("number", [signal.SIGXCPU, signal.SIGALRM, signal.SIGPWR, signal.SIGRTMIN + 1])
+def test_a_job_saves_on_whatever_signal_its_batch_system_sends(number: int, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import signal, sys, time\n"
+        f"signal.signal({int(number)}, lambda *_: (time.sleep(0.3), print('saved', flush=True), sys.exit(3)))\n"
+        "print('begun', flush=True)\ntime.sleep(30)\n"
+    )
+    command = [sys.executable, "-m", "fulltilt", "run", "--out", "out", "job.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    assert process.stdout.read() == "saved\n"
+    assert process.wait(timeout=60) == 3
+
+
 @pytest.mark.slow
 def test_a_signal_to_the_whole_group_reaches_the_job_once(tmp_path: Path) -> None:
     """As `timeout` and schedulers send it: a second SIGTERM often means to stop at once."""

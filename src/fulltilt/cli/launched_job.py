@@ -16,8 +16,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-# Signals that are sent to `fulltilt run` but meant for the job.
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# Signals that are sent to `fulltilt run` but meant for the job: all, since a script may save on any of them (batch
+# systems send SIGXCPU). Not those that nobody can catch, that stop and go on, that do nothing by default, or that say
+# that we ourselves failed.
+OURS = {"KILL", "STOP", "TSTP", "TTIN", "TTOU", "CONT", "CHLD", "WINCH", "URG", "PIPE"}
+FAILURES = {"SEGV", "BUS", "FPE", "ILL", "TRAP", "ABRT", "SYS"}
+FORWARDED = signal.valid_signals() - {signal.Signals[f"SIG{name}"] for name in OURS | FAILURES}
 FROM_KERNEL = 128  # si_code where the terminal signalled the whole foreground group: the job has it already
 WAIT_S = 0.25
 PR_SET_PDEATHSIG = 1
