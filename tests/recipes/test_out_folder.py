@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -153,3 +155,29 @@ def test_missing_extra_is_named_with_its_install_line(name: str, extras: str, tm
     assert "Traceback" not in ran.stderr
     assert f'Install: pip install "fulltilt[{extras}]"' in ran.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kept_calls", [0, 1, 2])
+def test_the_model_stays_where_the_disk_is_full(
+    kept_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.claim(tmp_path)
+    model = tmp_path / "model"
+    with out_folder.written_by_library(model) as private:
+        (private / "weights").write_text("old")
+    plain, calls = Path.replace, iter(range(9))
+
+    def replace(path: Path, target: Path) -> Path:
+        if next(calls) == kept_calls:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with contextlib.suppress(OSError), out_folder.written_by_library(model) as private:
+        (private / "weights").write_text("new")
+    monkeypatch.undo()
+    assert (model / "weights").read_text() in ("old", "new")
+    with out_folder.written_by_library(model) as private:
+        (private / "weights").write_text("newer")
+    assert (model / "weights").read_text() == "newer"
+    assert not list(tmp_path.glob(".model*"))

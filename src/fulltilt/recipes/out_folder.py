@@ -26,9 +26,7 @@ def written_by_library(target: Path) -> Iterator[Path]:
         yield private
         folder.record_tree(private)
         refuse_foreign(target)
-        if target.exists():
-            folder.move(target, before)
-        folder.move(private, target)
+        folder.move(private, target, aside=before if target.exists() else None)
     finally:
         remove_private(folder, private.name)
         folder.remove(before)

@@ -224,26 +224,50 @@ class OwnedFolder:
         with _written_beside(path, data, mode) as temporary:
             self.move(temporary, entry, again)
 
-    def move(self, source: str | Path, target: str | Path, again: bool = False, growing: bool = False) -> None:
+    def move(
+        self,
+        source: str | Path,
+        target: str | Path,
+        again: bool = False,
+        growing: bool = False,
+        aside: str | Path | None = None,
+    ) -> None:
         """Rename an entry of ours, with everything recorded in it, to a new name or over a file of ours.
 
         The new name is noted before the rename, in case of a kill in between. A ``growing`` file stays known by its
-        inode.
+        inode. A folder at ``target`` gets the name ``aside``; if anything fails it keeps its own.
         """
         path = self.check(target)
         old, new = self._name(source), self._name(target)
         identity = _identity(self.path / old, growing)
-        with _mutex:
-            below = {name: is_ for name, is_ in self._entries.items() if name.startswith(old + "/")}
         if not again:
-            inner = {new + name[len(old) :]: is_ for name, is_ in below.items()}
-            self._note({new: identity, **inner})
+            noted = self._renamed(old, new)
+            if aside is not None:
+                there = [name for name in self._renamed(new, new) if self.owns(name)]
+                noted |= {self._name(aside) + name[len(new) :]: _identity(self.path / name) for name in there}
+            self._note({**noted, new: identity})
         elif new not in self._entries:
             self._note({new: ()})
-        (self.path / old).replace(path)
+        if aside is not None:
+            path.replace(self.path / aside)
+        try:
+            (self.path / old).replace(path)
+        except OSError:
+            if aside is not None:
+                (self.path / aside).replace(path)
+            raise
         if identity is not None:
             self._entries[new] = identity
-        self._note({name: None for name in (old, *below) if name in self._entries})
+        self._note(dict.fromkeys(self._renamed(old, old)))
+
+    def _renamed(self, old: str, new: str) -> dict[str, Identity | None]:
+        """What is noted of an entry and everything in it, by its names once it is renamed."""
+        with _mutex:
+            return {
+                new + name[len(old) :]: identity
+                for name, identity in self._entries.items()
+                if name == old or name.startswith(old + "/")
+            }
 
     def remove(self, entry: str | Path) -> bool:
         """Remove an entry of ours and everything of ours in it; True when nothing is left. Files of others stay."""
@@ -317,7 +341,9 @@ class OwnedFolder:
                 # A line torn by a kill must not merge with the next one.
                 os.lseek(fd, -1, os.SEEK_END)
                 torn = os.read(fd, 1) != b"\n"
-                os.write(fd, ("\n" * torn + "".join(lines)).encode())
+                data = ("\n" * torn + "".join(lines)).encode()
+                while data:  # on a full disk a part is written first
+                    data = data[os.write(fd, data) :]
             finally:
                 os.close(fd)
         self._update()
@@ -356,8 +382,7 @@ class OwnedFolder:
                     self._versions.pop(name, None)
                 elif not {"", ".", ".."} & set(name.split("/")):  # otherwise the marker was forged
                     self._entries[str(name)] = identity = tuple(int(part) for part in identity)
-                    if len(identity) == 3:  # with size and time, not growing
-                        self._versions.setdefault(name, set()).add(identity)
+                    self._versions.setdefault(name, set()).add(identity)
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 continue
 
