@@ -138,9 +138,9 @@ class LoaderRegistry:
         if sites.made_by is not None:
             self._inherit(stats, stored(loader, "dataset"))
 
-    def learn_length(self, stats: LoaderStats) -> None:
+    def learn_length(self, stats: LoaderStats, loader: Any) -> None:
         """The first batch of a pass has come: by now torch has asked the data set for its length."""
-        if stats.described.get("dataset_len") is None and (loader := stats.loader()) is not None:
+        if stats.described.get("dataset_len") is None and loader is not None:
             stats.read_arguments(loader)
             with self._lock:
                 self._made_before.setdefault((*stats.made_at, stats.described["dataset_len"]), stats)
@@ -171,7 +171,8 @@ class LoaderRegistry:
             make()
             return
         stats = self.of(loader)
-        vars(iterator)[TIMER] = BatchTimer(self, stats)
+        vars(iterator)[TIMER] = timer = BatchTimer(self, stats)
+        timer.begun_by = None if loader.persistent_workers else loader  # that one has the iterator: a cycle
         measured = partial(self.start_workers, make, stats, type(iterator).__module__) if loader.num_workers else make
         self._begin_pass(loader, stats, measured)
         if self.live is not None:
@@ -302,6 +303,7 @@ class BatchTimer:
         self._recorder = loaders.recorder
         self._drawing = False
         self.first = True  # the next draw is the first of a pass
+        self.begun_by: Any = None  # the loader, until then: in `for batch in DataLoader(...)` nothing else keeps it
 
     def draw(self, source: Any, next_batch: Callable[[Any], Any]) -> Any:
         """The next batch of ``source``, which ``next_batch(source)`` returns.
@@ -375,7 +377,8 @@ class BatchTimer:
         if not first and stats.arrived[0] == stats.batches:
             stats.draws.append((began - stats.arrived[1], waited))
         if first:
-            loaders.learn_length(stats)
+            loaders.learn_length(stats, stats.loader() if self.begun_by is None else self.begun_by)
+            self.begun_by = None
         samples = self._count(batch)
         stats.arrived = stats.batches, began + waited
         doubtful = evaluating and loaders.gradients()
