@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 JOB = """
-import time, torch
+import time, torch; torch.set_num_threads(1)
 def backend(module, inputs):
     time.sleep(1.0)
     return module.forward
