@@ -12,6 +12,8 @@ import tarfile
 import threading
 import weakref
 import zipfile
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, KeysView, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -299,6 +301,42 @@ def test_what_is_counted_in_a_class_or_a_module_is_a_reason_against_workers(kind
     assert "changes as it is read" in str(verdict_of(kind(None)))
 
 
+# Wider, or larger, than what is looked at for every batch.
+COUNTED: dict[str, Any] = {
+    "list": lambda: [0] * 200,
+    "dict": lambda: dict.fromkeys(range(200), 0),
+    "deque": lambda: deque([0] * 200),
+    "bytearray": lambda: bytearray(200),
+    "array": lambda: array("q", [0] * 200),
+    "NumPy array": lambda: np.zeros(2000, dtype=np.int64),
+    "large NumPy array": lambda: np.zeros(1 << 18, dtype=np.int64),
+    "tensor": lambda: torch.zeros(2000),
+}
+HITS: Any = None
+
+
+class CountsInItsModule(Holding):
+    def __getitem__(self, index: int) -> Any:
+        HITS[index] += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_what_is_counted_in_a_container_of_a_module_is_a_reason_against_workers(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "HITS", COUNTED[kind]())
+    assert "changes as it is read" in str(verdict_of(CountsInItsModule(None)))
+
+
+def test_what_is_counted_beside_a_data_set_of_many_names_is_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than is looked at of what a data set holds: its code's values were left out."""
+    monkeypatch.setattr("fulltilt.tuning.live.batch_check.MOST_STATE_BYTES", 1 << 20)
+    monkeypatch.setitem(globals(), "HITS", [0] * 200)
+    names = [f"{index:040d}" for index in range(1 << 16)]
+    assert "changes as it is read" in str(verdict_of(CountsInItsModule(names)))
+
+
 def test_an_attribute_that_is_called_like_a_global_of_the_training_loop_is_not_that() -> None:
     """`self.a` in a data set, and a stopwatch `a = time.perf_counter()` around its batches: it was left alone."""
 
@@ -308,8 +346,12 @@ def test_an_attribute_that_is_called_like_a_global_of_the_training_loop_is_not_t
 
         NOTED = 1
 
-    watch = AttributeWatch(Named(None))
+    def digest() -> bytes:
+        return Pickled(Named(None), is_batch=False).digest
+
+    before, watch = digest(), AttributeWatch(Named(None))  # pickling adds names to the class
     NOTED.append(1)
+    assert digest() == before
     assert watch.changed() is None
 
 

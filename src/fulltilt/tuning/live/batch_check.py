@@ -23,6 +23,7 @@ import threading
 import types
 import weakref
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -86,7 +87,7 @@ class BatchCheck:
         self._wanted: list[tuple[Any, bytes]] = []
         self._is_random = False
         self._before: tuple[list[Any], dict[tuple[int, str], int], int] | None = None
-        self._state: tuple[bytes, AttributeWatch] | None = None
+        self._state: bytes | None = None
 
     @property
     def is_collecting(self) -> bool:
@@ -135,12 +136,11 @@ class BatchCheck:
         pickled = Pickled((loader.dataset, loader.collate_fn), is_batch=False)
         if pickled.problem is not None:
             self.verdict = f"its data set holds what a worker cannot share ({pickled.problem})"
-        elif self._state is None:
-            self._state = pickled.digest, AttributeWatch(pickled.code)
-        elif self._state[0] != pickled.digest or self._state[1].changed() is not None:
+        elif self._state is not None and pickled.digest != self._state:
             self.verdict = (
                 "what its data set holds changes as it is read, and workers would not see each other's changes"
             )
+        self._state = pickled.digest
 
     def begin(self, loader: Any, make: Callable[[int], LoaderPool]) -> None:
         """Have workers make the batches again, while training goes on."""
@@ -184,13 +184,13 @@ class _Digest:
 
     def __init__(self, most_bytes: float) -> None:
         self.hash = hashlib.blake2b(digest_size=16)
-        self._left = most_bytes
+        self.left = most_bytes
 
     def write(self, data: Any) -> None:
         """Hash it."""
         self.hash.update(data)
-        self._left -= len(data)
-        if self._left < 0:
+        self.left -= len(data)
+        if self.left < 0:
             raise _Enough
 
 
@@ -198,7 +198,7 @@ class Pickled(pickle.Pickler):
     """Pickles to a hash, and finds what cannot be sent to a process: open files, connections, thread pools.
 
     The ``digest`` of a batch covers every bit. That of a data set leaves out code and random generators, which forked
-    workers have anyway; ``code`` are the functions and classes of the script's own in it. ``unusual`` names a tensor
+    workers have anyway, and includes the values that its code keeps in classes and modules. ``unusual`` names a tensor
     that a worker would not send as it is.
     """
 
@@ -209,7 +209,7 @@ class Pickled(pickle.Pickler):
         self._is_batch = is_batch
         self._array_bytes_left = MOST_ARRAY_BYTES
         self._with_generators = with_generators
-        self.code: dict[int, types.FunctionType | type] = {}
+        self._code: list[types.FunctionType | type] = []  # code of the data set
         self.tensors = 0
         self.unusual: str | None = None
         self.problem: str | None = None
@@ -219,6 +219,11 @@ class Pickled(pickle.Pickler):
             pass
         except Exception as error:
             self.problem = f"{type(error).__name__}: {error}"
+        # The data set's own state leaves none of its bytes to these.
+        self._written.left = MOST_STATE_BYTES
+        for value in shared_state(self._code):
+            with contextlib.suppress(Exception):
+                self.dump(value)
 
     @property
     def digest(self) -> bytes:
@@ -238,7 +243,7 @@ class Pickled(pickle.Pickler):
         if is_array:
             return int, (self._checksum(numpy, item),)
         if isinstance(item, types.FunctionType):
-            self._note_code(item)
+            self._code.append(item)
             cells = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
             return list, ([*cells, item.__defaults__, item.__kwdefaults__],)
         generators = _generator_types()
@@ -246,15 +251,11 @@ class Pickled(pickle.Pickler):
             return NotImplemented if not isinstance(item, torch.Generator) else (list, (item.get_state().tolist(),))
         if isinstance(item, (*_LEFT_OUT, *generators)) or (isinstance(item, io.IOBase) and item.closed):
             return int, ()
-        self._note_code(type(item))
+        self._code.append(type(item))
         how = type(item).__getstate__
         if isinstance(how, types.FunctionType) and owner(_file_of(how)) == "user" and hasattr(item, "__dict__"):
             return object, (), vars(item)  # that function may close what the training process still reads from
         return NotImplemented
-
-    def _note_code(self, code: types.FunctionType | type) -> None:
-        if owner(_file_of(code)) == "user":
-            self.code[id(code)] = code
 
     def _checksum(self, numpy: Any, array: Any) -> int:
         """Of a large array; its size where nothing can be written to it, or where workers would share what is."""
@@ -276,6 +277,32 @@ class Pickled(pickle.Pickler):
         held = item.detach().cpu().contiguous()
         data = ctypes.string_at(held.data_ptr(), held.numel() * held.element_size())
         return tuple, ((str(item.dtype), tuple(item.shape), data),)
+
+
+def shared_state(code: list[types.FunctionType | type]) -> list[Any]:
+    """Values in the classes and modules that the script's own code names: each process changes only its own.
+
+    Plain ones, and arrays.
+    """
+    numpy = sys.modules.get("numpy")
+    noted = (*_PLAIN, *([] if numpy is None else [numpy.ndarray]))
+    found: list[Any] = []
+    seen: set[int] = set()
+    while code:
+        one = code.pop()
+        if id(one) in seen or owner(_file_of(one)) != "user":
+            continue
+        seen.add(id(one))
+        if isinstance(one, type):
+            held = [value for name, value in vars(one).items() if not name.startswith("__")]
+            code.extend(one.__bases__)
+            # Special methods, too: the loader calls them.
+            made_of = [getattr(value, "__func__", value) for value in vars(one).values()]
+        else:
+            held = made_of = [one.__globals__[name] for name in _names(one.__code__) if name in one.__globals__]
+        code.extend(value for value in made_of if isinstance(value, types.FunctionType))
+        found.extend(value for value in held if isinstance(value, noted))
+    return found
 
 
 def _file_of(code: types.FunctionType | type) -> str:
@@ -443,6 +470,10 @@ class _WorkerWatch:
         return batch
 
 
+_PLAIN = (
+    *(int, float, complex, str, bytes, bytearray, list, tuple, dict, set),
+    *(deque, array, torch.Tensor),
+)
 _AROUND_FUNCTIONS = (partial, types.MethodType, staticmethod, classmethod)
 _CONTAINERS = (list, tuple, dict, set, deque)
 _LEFT_OUT = (

@@ -19,14 +19,7 @@ import torch
 
 from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.records import LiveMove, LiveRecord, Settings
-from fulltilt.tuning.live.batch_check import (
-    AttributeWatch,
-    Pickled,
-    file_positions,
-    kept_generators,
-    reason_against,
-    short,
-)
+from fulltilt.tuning.live.batch_check import Pickled, file_positions, kept_generators, reason_against, short
 from fulltilt.tuning.live.controller import at_pace_of, pays
 from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool, knobs_of, sampler_of
 from fulltilt.tuning.live.measurement import (
@@ -241,23 +234,22 @@ class StreamPass:
             self._pool.retire()
         self._source, self._pool = iter(()), None
 
-    def _compare_with(self, digest: bytes, code: AttributeWatch, positions: dict[tuple[int, str], int]) -> None:
-        now = self._state_now()
-        if now is None or self._tuner.record.state != "watching":
-            return
-        digest_now, _, positions_now = now
+    def _compare_with(self, digest: bytes, positions: dict[tuple[int, str], int]) -> None:
+        digest_now, positions_now = self._state_now() or self._state or (b"", {})
         moved = dict(positions_now.items() ^ positions.items())
+        if self._tuner.record.state != "watching":
+            return
         if moved:
             self._tuner.leave_alone(f"a file that it reads stays open from pass to pass ({next(iter(moved))[1]})")
-        elif digest_now != digest or code.changed() is not None:
+        elif digest_now != digest:
             self._tuner.leave_alone(CARRIED_OVER)
 
-    def _state_now(self) -> tuple[bytes, AttributeWatch, dict[tuple[int, str], int]] | None:
-        """The state that a pass may change: of the data set, its random generators, its code, and files left open."""
+    def _state_now(self) -> tuple[bytes, dict[tuple[int, str], int]] | None:
+        """The state that a pass may change: of the data set, its random generators, and files that stay open."""
         pickled = Pickled(self._loader.dataset, is_batch=False, with_generators=True)
         try:
             if pickled.problem is None:
-                return pickled.digest, AttributeWatch(pickled.code), file_positions()
+                return pickled.digest, file_positions()
             why = f"its data set holds what a worker cannot share ({pickled.problem})"
         except Exception as error:
             why = f"its open files are not known ({short(error)})"
