@@ -420,11 +420,14 @@ class DrawsRarely(Squares):
     def __init__(self, which: str) -> None:
         super().__init__(SIZE)
         own = np.random.default_rng(0)
+        cached = np.random.RandomState(0)
+        cached.randn()  # makes two numbers, of which the next draw gives the other
         draws = {"torch": lambda: torch.rand(()), "random": random.random, "numpy": np.random.rand, "own": own.random}
-        self.draw: Any = draws[which]
+        self.draw: Any = {**draws, "cached": cached.randn}[which]
+        self.rare = SIZE - 1 if which == "cached" else RARE
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3,), float(self.draw()) if index >= RARE else 1.0), index
+        return torch.full((3,), float(self.draw()) if index >= self.rare else 1.0), index
 
 
 def seeded() -> None:
@@ -450,7 +453,7 @@ def test_what_a_data_set_notes_of_few_samples_is_not_lost_in_workers(exact: bool
     assert served[RARE // 2 :] == [0] * ((SIZE - RARE) // 2)
 
 
-@pytest.mark.parametrize("which", ["torch", "random", "numpy", "own"])
+@pytest.mark.parametrize("which", ["torch", "random", "numpy", "own", "cached"])
 def test_exact_keeps_the_draws_that_few_samples_need(which: str, tmp_path: Path) -> None:
     seeded()
     expected = drawn_from(DataLoader(DrawsRarely(which), batch_size=2))

@@ -502,16 +502,15 @@ def _global_generators() -> list[Any]:
 
 
 def _mark_of(generator: Any) -> Any:
-    """What changes with every draw: comparing whole states would take 100 us for each batch."""
+    """What changes with every draw."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
         _, words, gauss = generator.getstate()
         return words[0], words[-1], gauss  # the last one counts the words that were drawn
-    bits = getattr(generator, "bit_generator", None) or getattr(generator, "_bit_generator", generator)
-    if type(bits).__name__ == "MT19937":
-        return ctypes.string_at(bits.ctypes.state_address, 4 * 625)
-    return pickle.dumps(bits.state)
+    if hasattr(generator, "get_state"):  # a RandomState, which keeps the second of two Gaussian numbers itself
+        return pickle.dumps(generator.get_state(legacy=False))
+    return pickle.dumps(getattr(generator, "bit_generator", generator).state)
 
 
 @contextlib.contextmanager
