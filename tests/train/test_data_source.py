@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy
+import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.data_source import BatchSource, MapSource, to_device
+from fulltilt.train.data_source import BatchSource, MapSource, SeededSamples, to_device
 from fulltilt.train.sampler import EpochPlan
 
 META = torch.device("meta")
@@ -71,3 +74,27 @@ def test_a_sample_that_failed_once_counts_again_when_it_is_read() -> None:
         read = [index for index in range(8) if index != 3 + data.epoch]
         assert given[-1] == (read, read)
         assert taken[0][1] == 7
+
+
+class Noisy:
+    """Draws from a generator of its own, which may be made with the first sample."""
+
+    def __init__(self, make: Any, *, late: bool) -> None:
+        self.make, self.generator = make, None if late else make()
+
+    def __getitem__(self, index: int) -> float:
+        self.generator = self.generator or self.make()
+        drawn = getattr(self.generator, "random", None)
+        return float(drawn() if drawn else torch.rand((), generator=self.generator))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "make", [random.Random, torch.Generator, numpy.random.default_rng, numpy.random.RandomState, None]
+)
+def test_a_sample_does_not_depend_on_those_read_before_it(make: Any, late: bool) -> None:
+    """A resumed run reads fewer samples before it. Seen to fail: with the global generators alone."""
+    make = make or (lambda: None)
+    whole, resumed = (SeededSamples(Noisy(make, late=late), seed=1) for _ in range(2))
+    assert [whole[0, index] for index in range(4)][2:] == [resumed[0, index] for index in (2, 3)]
+    assert whole[1, 3] != resumed[0, 3]

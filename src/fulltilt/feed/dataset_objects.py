@@ -11,7 +11,7 @@ import sys
 import types
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -161,6 +161,16 @@ class Generators:
                     generator.bit_generator.state = state
                 else:
                     generator.__setstate__(state)
+
+
+def generators_of_samples(dataset: Any, index: int) -> Generators:
+    """The generators that ``dataset`` draws from in this process, also those that its first sample makes.
+
+    To be asked after a fork, as a worker has instances of its own.
+    """
+    with Generators(dataset).untouched(), suppress(Exception):
+        dataset[index]
+    return Generators(dataset)
 
 
 def _is_generator(item: Any) -> bool:

@@ -6,7 +6,6 @@ import bisect
 import os
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -14,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fulltilt.errors import DataError, FulltiltError
-from fulltilt.feed.dataset_objects import Generators
+from fulltilt.feed.dataset_objects import Generators, generators_of_samples
 from fulltilt.feed.epoch_order import sample_of
 from fulltilt.feed.random_numbers import sample_seed
 from fulltilt.feed.sample_layout import Layout, ShapeChanged, Unstorable
@@ -79,10 +78,7 @@ class SampleReader:
         if not (self.seeded or self.checked):
             return self._read_plainly(sample_of(indices), rows)
         if self._generators is None:
-            # Searched after the fork, as a worker has instances of its own, and after one sample, which may make some.
-            with Generators(self.dataset).untouched(), suppress(Exception):
-                self.dataset[int(sample_of(indices[0]))]
-            self._generators = Generators(self.dataset)
+            self._generators = generators_of_samples(self.dataset, int(sample_of(indices[0])))
         with self._generators.untouched():
             failures: list[Failure] = []
             if not self.seeded:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fulltilt.errors import UsageError
 from fulltilt.feed.augment import Augmentation, as_augmentation
 from fulltilt.feed.dataset_check import inspect
-from fulltilt.feed.dataset_objects import Generators, refuse_shared_handle
+from fulltilt.feed.dataset_objects import Generators, generators_of_samples, refuse_shared_handle
 from fulltilt.feed.loader import FeedLoader
 from fulltilt.feed.random_numbers import mix, sample_seed
 from fulltilt.feed.sample_cache import SampleCache
@@ -164,12 +164,14 @@ class SeededSamples(torch.utils.data.Dataset[Any]):
     def __init__(self, samples: Any, seed: int) -> None:
         self.samples = samples
         self.seed = seed
+        self._generators: Generators | None = None
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
-        generators = Generators()
-        with generators.untouched():
-            generators.seed(sample_seed(self.seed, epoch, index))
+        if self._generators is None:
+            self._generators = generators_of_samples(self.samples, index)
+        with self._generators.untouched():
+            self._generators.seed(sample_seed(self.seed, epoch, index))
             try:
                 return self.samples[index]
             except MemoryError:
