@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 
 import pytest
 
@@ -188,6 +189,21 @@ def test_what_the_source_no_longer_has_leaves_the_copy(data, tmp_path, outdated)
         assert not (staged.path / "class2").exists()  # it would be a class without samples
         assert "; 1 of 13 files copied" in staged.reason
     assert not staged.folder.exists()
+
+
+def test_new_content_of_the_same_size_and_time_is_copied(data, tmp_path, monkeypatch):
+    """As after `rsync -t` or from a tar archive. Seen to fail: with the modification time of the original."""
+    with monkeypatch.context() as patch:
+        patch.setattr(OwnedFolder, "remove_all", lambda self: False)
+        stage_dir(data, tmp_path / "stage", when="always").clean()
+    rewritten = data / "class1" / "1.bin"
+    time_ns = rewritten.stat().st_mtime_ns
+    time.sleep(0.02)  # the clock of file systems is coarse
+    rewritten.write_bytes(b"n" * 1001)
+    os.utime(rewritten, ns=(time_ns, time_ns))
+    with stage_dir(data, tmp_path / "stage", when="always") as staged:
+        same(data, staged.path)
+        assert "; 1 of 20 files copied" in staged.reason
 
 
 def test_ranks_that_wait_for_the_copy_do_not_keep_old_files_in_it(data, tmp_path, outdated):

@@ -3,8 +3,9 @@
     <stage>/<name>-<key>/files/…    the copy
     <stage>/<name>-<key>/.fulltilt  the marker: what Fulltilt has put there, and may delete
 
-A complete file gets the time of its original: after an interruption the next run copies the files whose size or time
-differs, and removes those that the source no longer has.
+A complete file gets, as its modification time, the time at which its original was last changed (ctime): after an
+interruption the next run copies the files whose size or time differs, and removes those that the source no longer has.
+The original's own modification time would not do: rsync and tar set it, also on a file with new content.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class StagedFolder:
 
 # --------------------------------------------------------------------------- copying
 
-_File = tuple[str, int, int]  # path relative to the folder, size, modification time in ns
+_File = tuple[str, int, int]  # path relative to the folder, size, time of the last change (ctime) in ns
 
 
 def _copy_all(source: Path, target: Path, files: list[_File]) -> tuple[int | None, list[int]]:
@@ -193,7 +194,7 @@ def _leave(copy: OwnedFolder, locks: list[int]) -> None:
 
 
 def _missing(target: Path, files: list[_File]) -> list[_File]:
-    """The files that are not complete in the copy: those have the size and time of the original."""
+    """The files that are not complete in the copy: those have its size and the time of its last change."""
 
     def is_whole(file: _File) -> bool:
         with contextlib.suppress(OSError):
@@ -217,4 +218,4 @@ def _files_below(folder: Path, below: str = "", above: frozenset[tuple[int, int]
                 yield from _files_below(folder, name, above)
                 continue
             with contextlib.suppress(OSError):  # a dangling link is not data
-                yield name, entry.stat().st_size, entry.stat().st_mtime_ns
+                yield name, entry.stat().st_size, entry.stat().st_ctime_ns
