@@ -528,6 +528,7 @@ LEFT_ALONE = {
     "cannot send its batches": lambda path: DataLoader(Unpicklable(SIZE), batch_size=None),
     "come out different in a worker": lambda path: DataLoader(OtherwiseInWorkers(SIZE), batch_size=2),
     "sampler Reacting": lambda path: DataLoader(Squares(SIZE), batch_size=2, sampler=Reacting()),
+    "sampler is a list": lambda path: DataLoader(Squares(SIZE), batch_size=2, sampler=list(range(SIZE))),
     "IterableDataset": lambda path: DataLoader(Stream(), batch_size=2, num_workers=1),
     "its class OwnWay": lambda path: OwnWay(Squares(SIZE), batch_size=2),
     "no fixed order": lambda path: DataLoader(Squares(SIZE), batch_size=2, num_workers=2, in_order=False),
@@ -560,6 +561,21 @@ def test_a_sampler_of_a_list_is_no_reason(tmp_path: Path) -> None:
         loader = one.trains(DataLoader(Squares(SIZE), batch_size=2, sampler=Listed()))
         assert drawn_from(loader) == plain()
         assert len(one.record.moves) == 1
+
+
+def test_what_the_script_reorders_during_a_pass_comes_in_that_order(tmp_path: Path) -> None:
+    def drawn(order: list[list[int]], loader: Any) -> list[Any]:
+        batches = []
+        for index, batch in enumerate(loader):
+            batches.append(flat(batch))
+            if index % 8 == 0:
+                order[index + 1 :] = order[index + 1 :][::-1]
+        return batches
+
+    orders = [[[index, index + 1] for index in range(0, SIZE, 2)] for _ in range(2)]
+    expected = drawn(orders[0], DataLoader(Squares(SIZE), batch_sampler=orders[0]))
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        assert drawn(orders[1], one.trains(DataLoader(Squares(SIZE), batch_sampler=orders[1]))) == expected
 
 
 # --------------------------------------------------------------------------- time

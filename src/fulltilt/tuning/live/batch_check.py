@@ -593,6 +593,8 @@ def reason_against(loader: Any) -> str | None:
 def reason_of_sampler(sampler: Any, iterator: Any) -> str | None:
     """Why a sampler may not be read further ahead; None where it may. ``iterator`` is the one of the pass under way."""
     kind = type(sampler)
+    if isinstance(sampler, list):
+        return "its sampler is a list, which the script may change during the pass"
     if isinstance(iterator, OVER_A_SEQUENCE) or any(kind.__iter__ is known.__iter__ for known in FIXED_AT_ONCE):
         return None
     if isinstance(sampler, RandomSampler) and (kind.__iter__ is RandomSampler.__iter__ or _of_accelerate(kind)):
@@ -606,7 +608,7 @@ def reason_of_sampler(sampler: Any, iterator: Any) -> str | None:
         return reason_of_sampler(sampler.sampler, inner and inner.f_locals.get("sampler_iter"))
     if _of_accelerate(kind) and kind.__name__ in WRAPPERS:
         return reason_of_sampler(getattr(sampler, WRAPPERS[kind.__name__]), None)
-    if isinstance(sampler, list | tuple | range):
+    if isinstance(sampler, tuple | range):
         return None
     return (
         f"its sampler {kind.__name__} may depend on what training does between two batches, "
