@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import json
 import os
+import pickle
 import random
 import re
 import signal
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -341,6 +343,45 @@ def test_workers_that_persist_keep_the_data_set_they_started_with(tmp_path: Path
             assert [flat(batch)[0][1][0] for batch in loader] == [1.0 * index for index in range(1, SIZE, 2)]
             one.trains(loader)
         assert one.record.why == "its batches come out different in a worker"
+
+
+@pytest.mark.parametrize("shuts_down", [False, True])
+def test_a_script_restarts_its_workers_by_letting_go_of_their_iterator(shuts_down: bool, tmp_path: Path) -> None:
+    """mmdetection's way to tell workers that persist of another pipeline. It draws a base seed, as in the plain run."""
+
+    def run(loader: Any, trains: Callable[[Any], Any]) -> tuple[list[float], float]:
+        torch.manual_seed(3)
+        firsts = []
+        for epoch in range(4):
+            if epoch == 2:
+                loader.dataset.scale = 3.0
+                if shuts_down:
+                    loader._iterator._shutdown_workers()
+                loader._DataLoader__initialized = False
+                loader._iterator = None
+                loader._DataLoader__initialized = True
+            first, *_ = [flat(batch)[0][1][0] for batch in trains(loader)]
+            firsts.append(first)
+        return firsts, torch.rand(()).item()
+
+    def persistent() -> Any:
+        return DataLoader(Scaled(SIZE), batch_size=2, num_workers=1, persistent_workers=True)
+
+    expected = run(persistent(), lambda loader: loader)
+    assert expected[0] == [1.0, 1.0, 3.0, 3.0]
+    with tuning(tmp_path, []) as one:
+        assert run(persistent(), one.trains) == expected
+
+
+def test_a_copy_of_a_loader_has_workers_of_its_own(tmp_path: Path) -> None:
+    with tuning(tmp_path, []) as one:
+        loader: Any = DataLoader(Squares(SIZE), batch_size=2, num_workers=1, persistent_workers=True)
+        assert drawn_from(one.trains(loader)) == plain()
+        assert isinstance(loader._iterator, _MultiProcessingDataLoaderIter)
+        for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+            assert other._iterator is None
+            assert drawn_from(other) == plain()
+        assert drawn_from(loader) == plain()
 
 
 # --------------------------------------------------------------------------- random numbers

@@ -82,6 +82,9 @@ class SwitchingIterator:
         line = vars(self).get("_line")
         return getattr(line[0].iterator if line else None, name)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:  # a copy of its loader starts workers of its own
+        return type(None), ()
+
     def __iter__(self) -> SwitchingIterator:
         return self
 

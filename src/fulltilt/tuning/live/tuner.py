@@ -91,8 +91,6 @@ class LoaderTuner:
         self._look_at_s = 0.0
         self._loader: Callable[[], Any] = lambda: None
         self._source: Callable[[], SwitchingIterator | None] = lambda: None
-        # Keeps the iterators of loaders whose workers persist.
-        self._persistent: weakref.WeakKeyDictionary[Any, SwitchingIterator] = weakref.WeakKeyDictionary()
         self._seed_state = torch.Generator().get_state()
         self._seed = self._made = 0
         self._reset(Knobs(0), persists=False)
@@ -119,25 +117,29 @@ class LoaderTuner:
         """The iterator of a new pass; ``iterate`` is torch's own ``DataLoader.__iter__``.
 
         torch's own iterator serves a loader that is left alone, and a pass that begins during another one, also over
-        another loader of the same line. Persistent workers have one iterator for all passes, as in torch.
+        another loader of the same line. Persistent workers have one iterator for all passes, which the loader holds, as
+        in torch: a script that sets it to None has its workers started anew.
         """
         self._iterate = iterate
         source, is_same = self._source(), self._loader() is loader
         is_busy = source is not None and not source.ended
         if not is_same and not is_busy:
             source = self._adopt(loader)
-        goes_on = self._persists and source is not None and (is_same or not is_busy)
-        if not goes_on and (self._left_alone or is_busy):
+        kept = vars(loader).get("_iterator")
+        goes_on = self._persists and source is not None and source is kept and (is_same or not is_busy)
+        if not goes_on and isinstance(kept, SwitchingIterator):  # torch would draw from it
+            kept = vars(loader)["_iterator"] = None
+        if not goes_on and (self._left_alone or is_busy or kept is not None):
             return self._process.session.loaders.start_workers(partial(iterate, loader), self.stats)
         if source is None or not goes_on:
             source = SwitchingIterator(self, copy_of(loader))
-            if self._persists:
-                self._persistent[loader] = source
         self._source = weakref.ref(source)
         if self._check is not None:
             self._check.begin_pass()
         queue = self._begin_queue(loader, first=not goes_on)
         source.begin_pass(queue, source.pool or self._pool_in_force(source), at_once=self.user.num_workers > 0)
+        if self._persists:
+            vars(loader)["_iterator"] = source
         return source
 
     def _adopt(self, loader: Any) -> SwitchingIterator | None:
@@ -157,8 +159,10 @@ class LoaderTuner:
             self._note_in_force()
             if (reason := reason_against(loader)) is not None:
                 self.leave_alone(reason)
-        source = self._persistent.get(loader)
-        if source is None or source.pool is None or source.pool.knobs == self._serving:
+        source = vars(loader).get("_iterator")
+        if not isinstance(source, SwitchingIterator):
+            return None
+        if source.pool is None or source.pool.knobs == self._serving:
             return source
         source.retire()
         return None
