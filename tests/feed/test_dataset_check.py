@@ -218,13 +218,14 @@ def test_a_sample_that_is_random_only_now_and_then_is_caught_when_it_is():
         list(asked)
 
 
-def test_a_data_set_that_changes_between_epochs_is_no_longer_served_from_memory():
+def test_a_data_set_that_changes_between_epochs_is_no_longer_served_from_memory(tmp_path):
     """Deterministic, and yet not the same in each epoch: a curriculum, kept where nobody looks for it."""
-    stages = [0]
-    dataset = Drawn(lambda index: torch.tensor([index, stages[0]]), 16)
+    stage = tmp_path / "stage"
+    stage.write_text("0")
+    dataset = Drawn(lambda index: torch.tensor([index, int(stage.read_text())]), 16)
     with feed.loader(dataset, 4, num_workers=0) as loader:
         assert int(next(iter(list(loader)))[0, 1]) == 0
-        stages[0] = 1
+        stage.write_text("1")
         assert {int(row[1]) for batch in loader for row in batch} == {1}
         assert any("not what the data set returns now" in note for note in loader.notes)
 

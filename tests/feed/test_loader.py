@@ -277,10 +277,10 @@ def test_fill_decodes_everything_before_training():
         loader.fill()
         assert loader.tier == "ram"
         assert any("all 12 samples are kept" in note for note in loader.notes)
-        reads.clear()
+        filled = len(reads)
         list(loader)
         assert (
-            len(reads) <= 3
+            len(reads) - filled <= 3
         )  # two samples are compared with the data set, one of them is read before to find its generators
 
 

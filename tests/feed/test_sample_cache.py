@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from fulltilt import feed
 from fulltilt.errors import UsageError
 
 from .conftest import Drawn
+
+LOG = logging.getLogger("tests.feed.sample_cache")
 
 v1 = pytest.importorskip("torchvision.transforms")
 
@@ -71,6 +75,66 @@ def test_a_setting_that_few_samples_go_by_is_noticed(place, workers):
             dataset.config["hard"] = 100
         hard += [sum(int(batch.sum()) for batch in loader) for _ in range(2)]
     assert hard == [0, 1, 1]
+
+
+class Settings:
+    def __init__(self):
+        self.hard = 0
+
+
+SETTINGS = Settings()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("random_too", [False, True])
+@pytest.mark.parametrize("place", ["subset", "object", "closure", "global", "decode"])
+def test_a_setting_behind_another_object_is_noticed(place, random_too, workers, monkeypatch):
+    """Seen to fail: with the data set's own attributes alone, kept samples and forked workers stayed as they were."""
+    settings = SETTINGS
+    monkeypatch.setattr(settings, "hard", 0)
+
+    class Behind:
+        def __init__(self):
+            self.hard, self.settings = 0, settings if place == "object" else None
+
+        def __len__(self):
+            return 200
+
+        def __getitem__(self, index):
+            hard = SETTINGS.hard if place == "global" else self.settings.hard if place == "object" else self.hard
+            hard = settings.hard if place == "closure" else hard
+            return torch.tensor([float(index == 78 and hard), random.random() if random_too else 0.0])
+
+    whole = Behind()
+    dataset = torch.utils.data.Subset(whole, range(200)) if place == "subset" else whole
+    decode = (lambda sample: sample) if place == "decode" else None
+    with feed.loader(dataset, 50, num_workers=workers, decode=decode) as loader:
+        hard = [sum(int(batch[:, 0].sum()) for batch in loader) for _ in range(2)]
+        (whole if place in ("subset", "decode") else settings).hard = 1
+        hard += [sum(int(batch[:, 0].sum()) for batch in loader) for _ in range(2)]
+        assert hard == [0, 0, 1, 1]
+        notes = " ".join(loader.notes)
+        assert random_too or "the data set's attribute hard in " in notes
+
+
+def test_what_goes_on_around_a_data_set_is_not_a_change_of_it():
+    """The script's own variables of the same names, loggers and caches of the standard library."""
+
+    class Quiet(Labelled):
+        def __getitem__(self, index):
+            LOG.debug("sample %d", index)
+            return torch.full((2,), self.epoch_of_script + 0.0), len(re.findall("a", "aa"))
+
+        epoch_of_script = 1
+
+    with feed.loader(Quiet([0] * 10), 4, num_workers=0) as loader:
+        for epoch in range(4):
+            globals()["epoch_of_script"] = epoch
+            re.compile(f"of epoch {epoch}")
+            LOG.isEnabledFor(epoch + 1)
+            list(loader)
+        assert loader.tier == "ram", list(loader.notes)
+    del globals()["epoch_of_script"]
 
 
 @pytest.mark.parametrize(("when", "workers"), [("in the middle", 1), ("after a break", 0), ("after a break", 1)])

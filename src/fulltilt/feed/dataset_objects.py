@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import gc
 import io
+import itertools
 import pickle
 import random
 import sqlite3
 import sys
 import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -41,7 +44,20 @@ def own_module(name: str | None) -> bool:
     return file is None or ("site-packages" not in file and "dist-packages" not in file)
 
 
-def _reached(root: Any) -> Iterator[Any]:
+def _inside(item: Any) -> list[Any]:
+    """What ``item`` refers to; of a function what it uses, of a library's class nothing."""
+    if isinstance(item, types.FunctionType):
+        names = item.__code__.co_names
+        used = [item.__globals__[name] for name in names if name in item.__globals__]
+        modules = [module for module in used if isinstance(module, types.ModuleType) and own_module(module.__name__)]
+        of_modules = [vars(module).get(name) for module in modules for name in names]
+        return [*used, *of_modules, item.__closure__, item.__defaults__, item.__kwdefaults__]
+    if isinstance(item, type) and not own_module(item.__module__):
+        return []
+    return item[:_LONG_LIST] if type(item) in (list, tuple) else gc.get_referents(item)[:_LONG_LIST]
+
+
+def _reached(root: Any, inside: Callable[[Any], list[Any]] = _inside) -> Iterator[Any]:
     """Every object in the attributes, containers, methods, closures and used globals of ``root``, within bounds."""
     seen: dict[int, Any] = {}  # held, so that ids stay unique
     level = [root]
@@ -53,21 +69,8 @@ def _reached(root: Any) -> Iterator[Any]:
             seen[id(item)] = item
             yield item
             if type(item).__module__.partition(".")[0] not in ("random", "numpy"):
-                following += _inside(item)
+                following += inside(item)
         level = following
-
-
-def _inside(item: Any) -> list[Any]:
-    """What ``item`` refers to; of a function what it uses, of a library's class nothing."""
-    if isinstance(item, types.FunctionType):
-        names = item.__code__.co_names
-        used = [item.__globals__[name] for name in names if name in item.__globals__]
-        modules = [module for module in used if isinstance(module, types.ModuleType) and own_module(module.__name__)]
-        of_modules = [vars(module).get(name) for module in modules for name in names]
-        return [*used, *of_modules, item.__closure__, item.__defaults__, item.__kwdefaults__]
-    if isinstance(item, type) and not own_module(item.__module__):
-        return []
-    return gc.get_referents(item)[:_LONG_LIST]
 
 
 # --------------------------------------------------------------------------- open files
@@ -191,32 +194,109 @@ def _state(generator: Any) -> Any:
 
 # --------------------------------------------------------------------------- attributes
 
-Attributes = dict[str, tuple[Any, Any]]
-_PLAIN = bool | int | float | str | bytes
-# Larger values are not hashed in every epoch.
+# Of each object reached, itself (held, so that ids stay unique) and what it holds by name, each with its mark.
+Attributes = list[tuple[Any, dict[Any, tuple[Any, Any]]]]
+_PLAIN = (bool, int, float, str, bytes, type(None))
+# Larger values are not hashed in every epoch: bytes of all arrays together, items of one list.
 _DIGEST_BYTES, _DIGEST_ITEMS = 64 * 1024**2, 100_000
+# Of the standard library's objects, those that only hold what is given to them; a logger or a path changes by itself.
+_HOLDERS = frozenset({"builtins", "collections", "types", "argparse", "functools", "configparser"})
 
 
 def attributes(dataset: Any) -> Attributes:
-    """The attributes of a data set, each with a mark of its identity and, for settings and labels, its content."""
-    return {name: (value, _mark(value)) for name, value in getattr(dataset, "__dict__", {}).items()}
+    """What the data set refers to, also within other objects, each with a mark of its identity and content.
+
+    Within the bounds of the search, so that it takes some tenths of a second at most; outer objects come first.
+    """
+    held: dict[int, dict[Any, Any]] = {}
+    found = 0
+
+    def inside(item: Any) -> list[Any]:
+        nonlocal found
+        held[id(item)] = _held(item) if found < _OBJECTS else {}
+        found += len(held[id(item)])
+        return list(held[id(item)].values())
+
+    reached = list(_reached([dataset], inside))
+    marks, room = dict[int, Any](), [_DIGEST_BYTES]
+    return [
+        (item, {name: (value, _mark(value, marks, room)) for name, value in held.get(id(item), {}).items()})
+        for item in reached
+    ]
 
 
 def changed_attribute(before: Attributes, now: Attributes) -> str | None:
-    """The name of an attribute that differs ``now``, if any."""
-    return next((name for name in {**before, **now} if before.get(name, ())[1:] != now.get(name, ())[1:]), None)
+    """The name of the first attribute that differs ``now``, if any, outer ones first."""
+    dataset = now[0][0][0]
+    for (_, old), (item, new) in zip(before, now, strict=False):
+        for name in {**old, **new}:
+            if old.get(name, ())[1:] != new.get(name, ())[1:]:
+                inner = "" if item is dataset else f" in {getattr(item, '__name__', type(item).__name__)}"
+                return f"{name}{inner}"
+    return None
 
 
-def _mark(value: Any) -> Any:
+def _held(item: Any) -> dict[Any, Any]:
+    """The attributes and items of ``item`` by name, and without one by position; of the libraries' code nothing."""
+    if _is_plain(item):  # its mark has all of it
+        return {}
+    if isinstance(item, types.FunctionType | type):
+        if not own_module(item.__module__):
+            return {}
+        return _used_by(item) if isinstance(item, types.FunctionType) else {**vars(item), "bases": item.__bases__}
+    library = type(item).__module__.partition(".")[0]
+    if library in _HANDLES_OF or (library in sys.stdlib_module_names and library not in _HOLDERS):
+        return {}
+    named = getattr(item, "__dict__", {})
+    if type(item).__name__ == "_lru_cache_wrapper":  # it also refers to what it has kept
+        return dict(named)
+    if isinstance(item, dict):
+        return {**named, **dict(itertools.islice(item.items(), _LONG_LIST))}
+    # Whether an object refers to its attributes or to the dict of them depends on what was done with it before.
+    others = {id(named), *map(id, named.values())}
+    inside = enumerate(_inside(item))
+    return {**{number: value for number, value in inside if id(value) not in others}, **named}
+
+
+def _used_by(function: types.FunctionType) -> dict[Any, Any]:
+    """The globals, variables of outer functions and defaults that ``function`` uses."""
+    code, known = function.__code__, function.__globals__
+    used = {name: known[name] for name in _loaded_globals(code) if name in known}
+    for module in list(used.values()):
+        if isinstance(module, types.ModuleType) and own_module(module.__name__):
+            used |= {f"{module.__name__}.{name}": vars(module)[name] for name in code.co_names if name in vars(module)}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    used |= {name: value for name, cell in cells for value in gc.get_referents(cell)}
+    return {**used, "defaults": function.__defaults__, "keyword defaults": function.__kwdefaults__, **vars(function)}
+
+
+@functools.lru_cache(4096)
+def _loaded_globals(code: types.CodeType) -> tuple[str, ...]:
+    """Without the attributes that ``co_names`` has too: the script's ``epoch`` is not a data set's ``self.epoch``."""
+    return tuple({step.argval: None for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"})
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is a collection of numbers and texts alone, short enough to be hashed in every epoch."""
+    known = isinstance(value, list | tuple | dict | set) and type(value).__module__ in ("builtins", "collections")
+    if not known or len(value) > _DIGEST_ITEMS:
+        return False
+    return all(isinstance(item, _PLAIN) for item in (value.values() if isinstance(value, dict) else value))
+
+
+def _mark(value: Any, marks: dict[int, Any], room: list[int]) -> Any:
+    """The mark of a value, looked up in ``marks`` first; ``room`` is left for the content of arrays."""
     if isinstance(value, _PLAIN):
         return repr(value)
+    if id(value) in marks:
+        return marks[id(value)]
     content = None
     if isinstance(value, torch.Tensor):
         content = None if value.is_inference() else value._version  # they do not count their changes
-    elif type(value).__module__ == "numpy" and getattr(value, "nbytes", _DIGEST_BYTES) < _DIGEST_BYTES:
+    elif type(value).__module__ == "numpy" and getattr(value, "nbytes", _DIGEST_BYTES) < room[0]:
+        room[0] -= value.nbytes
         content = zlib.crc32(value.tobytes())
-    elif isinstance(value, list | tuple | dict) and len(value) <= _DIGEST_ITEMS:
-        inner = value.values() if isinstance(value, dict) else value
-        plain = all(isinstance(item, _PLAIN | None) for item in inner)
-        content = zlib.crc32(repr(value).encode("utf-8", "backslashreplace")) if plain else len(value)
-    return id(value), content
+    elif isinstance(value, list | tuple | dict | set):
+        content = zlib.crc32(repr(value).encode("utf-8", "backslashreplace")) if _is_plain(value) else len(value)
+    marks[id(value)] = id(value), content
+    return marks[id(value)]
