@@ -3,6 +3,7 @@ import pytest
 from fulltilt.diagnosis import answer
 from fulltilt.diagnosis.evidence import gather
 from fulltilt.diagnosis.rules.ranks import communication_bound, find_unused_parameters, straggler
+from fulltilt.diagnosis.rules.training_loop import validation_heavy
 from fulltilt.records import Abstention, CommunicationRecord, Finding, HotLine, Run, UnusedSearchRecord
 from tests.diagnosis.examples import gpu_rank, run_of, spans_of
 
@@ -47,6 +48,20 @@ def test_balancing_wins_no_more_than_the_slowest_rank_over_the_mean() -> None:
     assert finding.evidence[-1] == "evenly divided, each rank would work 65 ms a step"
     own = pair({"compute": 35.0, "communication": 65.0}, {"compute": 35.0, "data_wait": 60.0, "communication": 5.0})
     assert found(straggler(gather(own))).predicted_speedup == (1.43, 2.5)
+
+
+def test_one_rank_that_validates_alone_holds_up_the_others() -> None:
+    """30 % of the ledger, the mean of two ranks, were 61 % of the job."""
+    run = pair({"compute": 36.0, "communication": 64.0}, {"compute": 39.0, "validation": 60.0, "communication": 1.0})
+    finding = found(validation_heavy(gather(run)))
+    assert finding.share == pytest.approx(60 / 100)
+    assert "only rank 1 validates, and the others wait for it: the ledger's 30 % are the mean" in finding.evidence
+    assert "its share falls from 60 % to" in finding.fix
+    assert "Divide it among the ranks" in finding.fix
+    assert finding.predicted_speedup is not None
+    assert finding.predicted_speedup[1] > 2.0
+    both = pair({"compute": 70.0, "validation": 30.0}, {"compute": 70.0, "validation": 30.0})
+    assert "Divide" not in found(validation_heavy(gather(both))).fix
 
 
 def test_exposed_exchange_is_communication() -> None:

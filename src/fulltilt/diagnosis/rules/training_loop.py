@@ -32,7 +32,7 @@ from fulltilt.diagnosis.libraries import (
 from fulltilt.diagnosis.predicted_gain import amdahl, by_removing, gain, rarer, share_left
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import count, percent, seconds, whole
-from fulltilt.records import Abstention, Finding, HotLine, LoaderRecord
+from fulltilt.records import Abstention, Finding, HotLine, LoaderRecord, RankSummary
 
 # --------------------------------------------------------------------------- steps that take longer and longer
 
@@ -317,12 +317,16 @@ def _only_ends_the_job(evidence: Evidence, bucket: str) -> bool:
 
 def validation_heavy(evidence: Evidence) -> Judgement:
     """Validation takes so much of the job that validating less often would pay."""
-    cost_s = evidence.buckets.validation_s
+    alone = _validates_alone(evidence)
+    cost_s = evidence.buckets.validation_s if alone is None else alone.buckets.validation_s
     share = evidence.share(cost_s)
     if share < THRESHOLDS.validation_share:
         return None
     loader = _validation_loader(evidence)
     facts = [time_spent(evidence, "validation", cost_s)]
+    if alone is not None:
+        mean = percent(evidence.share(evidence.buckets.validation_s))
+        facts.append(f"only rank {alone.rank} validates, and the others wait for it: the ledger's {mean} are the mean")
     if loader and loader.passes and loader.role == "eval":
         facts.append(f"{count('pass', loader.passes)} over {loader.dataset}, {seconds(cost_s / loader.passes)} each")
     every = rarer(share, THRESHOLDS.validation_target_share)
@@ -337,6 +341,8 @@ def validation_heavy(evidence: Evidence) -> Judgement:
         fix = f"Validate every {_ordinal(every)} time{line}: its share falls from {percent(share)} to {percent(left)}."
         if (library := LIBRARIES.get(loader.made_by or "") if loader else None) and library.validate:
             fix += f" {library.validate}."
+    if alone is not None:
+        fix += " Divide it among the ranks: give its loader a DistributedSampler, and sum up the results."
     asked = evidence.run.run.asked
     in_memory = asked.residency is not None and (asked.residency != "none" or asked.num_workers)  # a recipe's settings
     waited_s = loader.wait_s + loader.first_wait_s + loader.restart_s if loader else 0.0
@@ -352,6 +358,13 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     small = cost_s < THRESHOLDS.small_validation_share * evidence.ledger.wall_s
     where = loader.where if loader else None
     return found(evidence, "validation_heavy", cost_s, facts, fix, where, predicted, "info" if small else None)
+
+
+def _validates_alone(evidence: Evidence) -> RankSummary | None:
+    """The only rank that validates, if there are others: the job then lasts as long as that one takes."""
+    *others, most = sorted(evidence.ranks, key=lambda rank: rank.buckets.validation_s)
+    others_s = max((rank.buckets.validation_s for rank in others), default=most.buckets.validation_s)
+    return most if others_s < THRESHOLDS.stray_part * most.buckets.validation_s else None
 
 
 def _validation_loader(evidence: Evidence) -> LoaderRecord | None:
