@@ -243,6 +243,83 @@ def test_a_model_switched_for_the_batch_under_way_generates_and_validates_no_mor
     assert validating == [True] * 5
 
 
+Work = Callable[[torch.nn.Module], None]
+
+
+@torch.no_grad()
+def compute_long(model: torch.nn.Module) -> None:
+    until = time.perf_counter() + 0.03  # longer than a step
+    while time.perf_counter() < until:
+        model(torch.zeros(1, 1))
+
+
+class Noting(TensorDataset):
+    """Computes with gradients off in the training process, as some data sets do."""
+
+    @torch.no_grad()
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return super().__getitem__(index)
+
+
+def validated_s(tmp_path: Path, before_forward: Work | None = None, after_step: Work | None = None) -> float:
+    """The validation told of a training of 16 steps that works before the model or after each second step."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Noting(torch.zeros(8, 1)), batch_size=2)
+    with fulltilt.record(tmp_path / "run"):
+        for _ in range(4):
+            for number, (batch,) in enumerate(loader):
+                if before_forward is not None:
+                    before_forward(model)
+                model(batch).sum().backward()
+                optimizer.step()
+                if after_step is not None and number % 2:
+                    after_step(model)
+    return answer(fulltilt.load(tmp_path / "run")).ledger.buckets.validation_s
+
+
+def test_long_work_with_gradients_off_after_a_step_is_validation(tmp_path: Path) -> None:
+    assert validated_s(tmp_path, after_step=compute_long) == pytest.approx(8 * 0.03, rel=0.2)
+
+
+def test_a_teacher_with_gradients_off_is_no_validation(tmp_path: Path) -> None:
+    assert validated_s(tmp_path, before_forward=compute_long) < 2 * 0.03  # all but the first of 16
+
+
+def test_short_work_with_gradients_off_is_no_validation(tmp_path: Path) -> None:
+    follow = torch.no_grad()(lambda model: None)
+    assert validated_s(tmp_path, after_step=follow) < 0.01
+
+
+def test_rollouts_that_a_new_loader_serves_are_no_validation(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fulltilt.record(tmp_path / "run"):
+        for _ in range(4):
+            compute_long(model)
+            for (batch,) in DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2):
+                model(batch).sum().backward()
+                optimizer.step()
+    buckets = answer(fulltilt.load(tmp_path / "run")).ledger.buckets
+    assert buckets.validation_s < 0.04  # the first of three
+
+
+def test_a_loader_drawn_with_gradients_off_is_told_as_before(tmp_path: Path) -> None:
+    held_out = DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2)
+
+    @torch.no_grad()
+    def validate(model: torch.nn.Module) -> None:
+        model.eval()
+        for (batch,) in held_out:
+            model(batch)
+        model.train()
+        time.sleep(0.03)  # no part of it
+
+    assert validated_s(tmp_path, after_step=validate) < 4 * 0.03
+    (rank,) = fulltilt.load(tmp_path / "run").ranks
+    assert [loader.eval_batches for loader in rank.loaders] == [0, 32]
+
+
 LIKE_KERAS = """
 from torch.utils.data import DataLoader
 

@@ -88,6 +88,7 @@ CATALOGUE = (
     Specimen("packaged/train.py", "host_code", measured=("host_code",), launch="module", marked_in="packaged/pause.py"),
     Specimen("validate_often.py", "validation_heavy", measured=("validation",)),
     Specimen("validate_sloppy.py", "validation_heavy", measured=("validation",)),
+    Specimen("sampled_model.py", "validation_heavy", measured=("validation",)),
     Specimen("after_validation.py", "host_code", measured=("host_code", "validation")),
     Specimen("save_often.py", "checkpoint_stall", measured=("checkpoint",)),
     Specimen("save_safetensors.py", "checkpoint_stall", measured=("checkpoint",)),

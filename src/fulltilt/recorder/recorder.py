@@ -20,7 +20,7 @@ from fulltilt.recorder.marks import Activity, BookedInPause, EvalMode, Point, St
 from fulltilt.recorder.rank_state import RankState
 from fulltilt.recorder.stacks.frames import LoopFrames
 from fulltilt.recorder.steps import LONG_STEP_NS, Bursts
-from fulltilt.recorder.validation import Evaluation
+from fulltilt.recorder.validation import Evaluation, GradientsOff
 
 
 class Recorder:
@@ -41,6 +41,7 @@ class Recorder:
         self.training = False
         self.eval_mode = False
         self.evaluation = Evaluation()
+        self.gradients_off = GradientsOff(self)
         self.clock: CudaClock | None = None
         self.calibration = Calibration()
         self.profiling = False

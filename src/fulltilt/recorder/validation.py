@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+from fulltilt.recorder.marks import Activity, EvalMode, Point
 from fulltilt.recorder.stacks.frames import GENERATOR, MODEL_CALL, Stack, callers, shown_line
 from fulltilt.recorder.user_code import owner
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 # A function that has switched the model during a training batch this often makes training data.
 GENERATES_AFTER = 3
+# With gradients off for less than this, a metric is computed or weights are averaged.
+SHORTEST_EVALUATION_NS = 5_000_000
 
 
 class Evaluation:
@@ -110,6 +114,93 @@ def function_that_draws(frame: FrameType | None) -> CodeType | None:
     """The innermost function of the user's, no generator, that draws batches; None where only libraries do."""
     codes = (caller.f_code for caller in callers(frame))
     return next((code for code in codes if owner(code.co_filename) == "user" and not code.co_flags & GENERATOR), None)
+
+
+# --------------------------------------------------------------------------- gradients off
+
+
+class GradientsOff:
+    """Finds evaluations that switch no model and draw no batch, such as generated samples.
+
+    They are stretches with gradients off that last longer than a step, and a batch is drawn next. Where backward comes
+    next (a teacher, generated texts), or a loader was made of the result (rollouts), they are part of training. A place
+    in the code counts as an evaluation until it is found to be something else, and never again from then on.
+    """
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+        self._others: set[tuple[CodeType, int]] = set()  # places that do not evaluate
+        self._under_way: tuple[Any, tuple[CodeType, int], int] | None = None
+        self._undecided: dict[tuple[CodeType, int], str | None] = {}  # and the line of the loop that leads there
+        self._loaders_made = 0
+        self._backward_ns: int | None = None  # when backward was called last
+        self._step_ns: float = SHORTEST_EVALUATION_NS
+
+    def began(self, context: Any, frame: FrameType) -> None:
+        """``context``, entered in this frame, has switched gradients off."""
+        recorder, loaders = self._recorder, self._recorder.state.loaders
+        trains = loaders.feeding is not None and loaders.feeding.trains and not loaders.drawn_elsewhere
+        place = (frame.f_code, frame.f_lasti)
+        if not trains or place in self._others or not recorder.on_training_thread():
+            return
+        if recorder.activity not in (Activity.USER, Activity.PAUSED):  # a data set's or an optimizer's
+            self._others.add(place)
+            return
+        recorder.resume()
+        recorder.evaluation.seen += 1
+        self._under_way = (context, place, time.perf_counter_ns())
+        self._undecided[place] = line_in(recorder.loop_frames.loop, frame)
+        self._evaluates(True)
+
+    def ended(self, context: Any) -> None:
+        """``context`` has switched gradients on again."""
+        if self._under_way is None or self._under_way[0] is not context:
+            return
+        _, place, began_ns = self._under_way
+        self._under_way = None
+        self._loaders_made = self._recorder.state.loaders.made
+        self._evaluates(False)
+        if time.perf_counter_ns() - began_ns < self._step_ns:
+            self._is_another(place)
+
+    def is_seen_otherwise(self) -> None:
+        """A model is switched, a batch drawn or backward called: whatever is under way is judged by that."""
+        if self._under_way is not None:
+            place, self._under_way = self._under_way[1], None
+            self._evaluates(False)
+            self._is_another(place)
+
+    def trains(self) -> None:
+        """backward() is called."""
+        now_ns, before_ns = time.perf_counter_ns(), self._backward_ns
+        self._backward_ns = now_ns
+        if before_ns is not None:
+            self._step_ns = max(now_ns - before_ns, SHORTEST_EVALUATION_NS)
+        self._are_training()
+
+    def _are_training(self) -> None:
+        self.is_seen_otherwise()
+        for place in tuple(self._undecided):
+            self._is_another(place)
+
+    def batch_drawn(self) -> None:
+        """The next batch for training was drawn."""
+        if not self._undecided:
+            return
+        if self._recorder.state.loaders.made != self._loaders_made:
+            self._are_training()
+        evaluation = self._recorder.evaluation
+        evaluation.where = evaluation.where or next(iter(self._undecided.values()), None)
+        self._undecided.clear()
+
+    def _is_another(self, place: tuple[CodeType, int]) -> None:
+        self._undecided.pop(place, None)
+        self._others.add(place)
+
+    def _evaluates(self, on: bool) -> None:
+        recorder = self._recorder
+        recorder.eval_mode = recorder.state.loaders.was_evaluating = on
+        recorder.switch(recorder.activity, EvalMode(on), Point.EVAL)
 
 
 # --------------------------------------------------------------------------- rollouts, pseudo-labels

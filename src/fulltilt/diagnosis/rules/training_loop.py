@@ -338,7 +338,8 @@ def validation_heavy(evidence: Evidence) -> Judgement:
         predicted = gain(1.0, amdahl(share * THRESHOLDS.recovered_low))
     else:
         line = f" ({evidence.rank.validates_at})" if evidence.rank.validates_at else ""
-        fix = f"Validate every {_ordinal(every)} time{line}: its share falls from {percent(share)} to {percent(left)}."
+        what = "Validate" if loader else "Validate, or draw samples from the model,"
+        fix = f"{what} every {_ordinal(every)} time{line}: its share falls from {percent(share)} to {percent(left)}."
         if (library := LIBRARIES.get(loader.made_by or "") if loader else None) and library.validate:
             fix += f" {library.validate}."
     if alone is not None:

@@ -16,6 +16,8 @@
 | amp.autocast.__enter__              | the precision in force                         |
 | save                                | checkpoints                                    |
 | nn.Module.train                     | evaluation mode of the trained model           |
+| no_grad, inference_mode: __enter__, | long work with gradients off                   |
+| __exit__                            |                                                |
 | Tensor.to, .cuda                    | copies to the GPU                              |
 | Tensor.item, .tolist, .cpu, bool(), | waits for the GPU                              |
 | float(), int(), .nonzero            | (from the first step on a GPU on)              |

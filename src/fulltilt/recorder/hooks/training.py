@@ -135,6 +135,9 @@ class StepHooks:
         patches.swap(torch.amp.grad_scaler.GradScaler, "step", self._scaler_step)
         patches.swap(torch.amp.autocast_mode.autocast, "__enter__", self._autocast)
         patches.swap(torch.nn.Module, "train", self._train)
+        for context in (torch.no_grad, torch.inference_mode):
+            patches.swap(context, "__enter__", self._gradients_off)
+            patches.swap(context, "__exit__", self._gradients_on)
         hooks = importlib.import_module(torch.optim.Optimizer.__module__)
         for handle in (
             hooks.register_optimizer_step_pre_hook(self._before_step),
@@ -265,6 +268,7 @@ class StepHooks:
 
     def _trains(self) -> None:
         self._recorder.training = True
+        self._recorder.gradients_off.trains()
         self._recorder.eval_mode = self._loaders.was_evaluating = False
         self._recorder.evaluation.forget()
         self._loaders.trained()
@@ -396,6 +400,31 @@ class StepHooks:
 
         return __enter__
 
+    def _gradients_off(self, original: Function) -> Function:
+        recorder, are_on = self._recorder, self._torch.is_grad_enabled
+        of_decorators = self._torch.utils._contextlib.__file__
+
+        def __enter__(context: Any) -> Any:  # noqa: N807
+            if not recorder.training or recorder.eval_mode or not are_on():
+                return original(context)
+            entered = original(context)
+            frame = sys._getframe(1)
+            while frame.f_code.co_filename == of_decorators and frame.f_back is not None:
+                frame = frame.f_back
+            recorder.gradients_off.began(context, frame)
+            return entered
+
+        return __enter__
+
+    def _gradients_on(self, original: Function) -> Function:
+        gradients_off = self._recorder.gradients_off
+
+        def __exit__(context: Any, *error: Any) -> Any:  # noqa: N807
+            original(context, *error)
+            gradients_off.ended(context)
+
+        return __exit__
+
     def _train(self, original: Function) -> Function:
         recorder, is_compiling = self._recorder, self._torch.compiler.is_compiling
 
@@ -408,6 +437,8 @@ class StepHooks:
             finally:
                 self._depth_of_train -= 1
                 frame = sys._getframe(1)
+                if self._is_trained(module):
+                    recorder.gradients_off.is_seen_otherwise()
                 changes = recorder.eval_mode == bool(mode) or recorder.evaluation.in_sight
                 concerns = changes and self._is_trained(module)
                 if concerns and (mode or not self._generation.is_rollout(self._loaders, module, frame)):

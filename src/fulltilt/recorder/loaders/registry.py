@@ -64,6 +64,7 @@ class LoaderRegistry:
         self._lock = threading.Lock()
         self._start_lock = threading.RLock()  # one thread's at a time: torch's worker loop is exchanged meanwhile
         self.all: list[LoaderStats] = []
+        self.made = 0  # torch's loaders, so far
         # A loader made anew in each epoch is one loader to its user: same lines of the script, same length.
         self._made_before: dict[tuple[Any, ...], LoaderStats] = {}
 
@@ -78,6 +79,7 @@ class LoaderRegistry:
     def fed(self, stats: LoaderStats) -> None:
         """A batch was drawn, and not for evaluation."""
         self.feeding, self.unused = stats, True
+        self.recorder.gradients_off.batch_drawn()
         if not stats.trains:
             self._drawn[stats.loader_id] += 1
 
@@ -119,6 +121,7 @@ class LoaderRegistry:
         if "_dataset_kind" not in vars(loader):
             return  # a derived class with everything of its own, and no constructor of torch's
         self.recorder.ensure_started()
+        self.made += 1
         sites = call_sites(loader)
         # A library may make all its loaders at one line of the user's, without a length: Keras, of a PyDataset.
         in_eval = sites.made_by is not None and self.recorder.eval_mode
@@ -342,6 +345,8 @@ class BatchTimer:
         loaders, stats = self._loaders, self._stats
         recorder = loaders.recorder
         recorder.resume()
+        if evaluating:
+            recorder.gradients_off.is_seen_otherwise()
         changed = evaluating != loaders.was_evaluating
         loaders.was_evaluating = evaluating
         loaders.waiting_for = stats
