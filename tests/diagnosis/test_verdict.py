@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from fulltilt.diagnosis import answer, diagnose
+from fulltilt.diagnosis import answer, diagnose, low_gpu_warning
 from fulltilt.diagnosis.evidence import gather
 from fulltilt.diagnosis.findings import ordered
 from fulltilt.diagnosis.predicted_gain import expected
@@ -336,3 +336,28 @@ def test_the_settings_in_force_and_those_asked_for() -> None:
 
 def test_every_finding_code_has_a_title() -> None:
     assert set(typing.get_args(FindingCode)) <= set(WORDS)
+
+
+# --------------------------------------------------------------------------- while the job runs
+
+STARVED = Buckets(startup_s=5.0, data_wait_s=62.0, compute_s=11.0, host_code_s=27.0)
+STARVED_RUN = run_of(gpu_rank(loaders=(loader(wait_s=62.0, wait_cpu_s=60.0),)), data_wait=62.0, compute=38.0)
+
+
+def test_the_warning_while_a_job_runs_says_what_the_verdict_will_say() -> None:
+    first = answer(STARVED_RUN).findings[0]
+    low, cause, fix, settings = low_gpu_warning(11.0, STARVED, lambda: STARVED_RUN)
+    assert low == "GPU utilization is low (11 %)"
+    assert cause == f"- most likely: {first.title}"
+    assert fix == f"- it takes 62 % of the time after start-up. {first.fix}"
+    assert settings.startswith("- settings in force: batch_size 32, accumulation 1, num_workers 0")
+
+
+def test_a_busy_gpu_or_a_job_that_has_not_begun_gets_no_warning() -> None:
+    assert low_gpu_warning(30.0, STARVED, lambda: STARVED_RUN) == ()
+    assert low_gpu_warning(5.0, Buckets(startup_s=20.0), lambda: STARVED_RUN) == ()
+
+
+def test_without_a_gpu_the_share_of_data_wait_decides() -> None:
+    assert low_gpu_warning(None, STARVED, lambda: STARVED_RUN)[0] == "Data loading: no workers"
+    assert low_gpu_warning(None, Buckets(data_wait_s=20.0, compute_s=80.0), lambda: STARVED_RUN) == ()

@@ -17,7 +17,7 @@ import torch
 from fulltilt.errors import ForeignFiles
 from fulltilt.probes.gpu import Gpus
 from fulltilt.recorder.rank_files import SpanFollower
-from fulltilt.records import Buckets, HostReading, Sample
+from fulltilt.records import Buckets, HostReading, Run, Sample
 from fulltilt.testing import FakeClock, FakeNvml, h200
 from fulltilt.train import checkpoint, progress
 from fulltilt.train.config import TrainSettings
@@ -26,7 +26,7 @@ from fulltilt.train.loop import train
 from fulltilt.train.metrics import log_metrics
 from fulltilt.train.progress import Terminal, TrainingScreen
 from fulltilt.train.record import IdleGpu
-from tests.diagnosis.examples import loader
+from tests.diagnosis.examples import gpu_rank, loader, run_of, spans_of
 from tests.faults import victim
 
 GIB = 1024**3
@@ -326,37 +326,37 @@ class Idle:
 
     def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch, util: float) -> None:
         self.stream = io.StringIO()
-        self.screen = TrainingScreen(out, stream=self.stream)
-        self.spent = Buckets()
+        self.spent, self.shares = Buckets(), dict[str, float]()
         monkeypatch.setattr(SpanFollower, "recent_buckets", lambda *_: self.spent)
-        monkeypatch.setattr(SpanFollower, "loaders", (loader(where=None, made_by="fulltilt"),))
-        settings = TrainSettings(batch_size=8192, workers=0, prefetch=4, precision="bf16")
-        self.warning, self.util = IdleGpu(settings, self.screen, out), util
+        monkeypatch.setattr("fulltilt.store.load", self.load)
+        self.warning, self.util = IdleGpu(TrainingScreen(out, stream=self.stream), out), util
+
+    def load(self, _: Path) -> Run:
+        loaders = (loader(where=None, made_by="fulltilt"),)
+        return run_of(gpu_rank(loaders=loaders), spans=(spans_of(**self.shares),))
 
     def pass_by(self, seconds: int, **shares: float) -> str:
         for _ in range(seconds):
-            self.spent = self.spent.plus(Buckets(**shares))
+            self.spent = self.spent.plus(Buckets(**{f"{name}_s": each for name, each in shares.items()}))
+            self.shares = {name: self.shares.get(name, 0.0) + each for name, each in shares.items()}
             self.warning(reading(self.util, 2.0, 50.0, 8.0))
         return self.stream.getvalue()
 
 
 def test_little_gpu_use_is_told_once_for_each_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     idle = Idle(tmp_path, monkeypatch, util=11)
-    assert idle.pass_by(19, data_wait_s=0.9, host_code_s=0.1) == "", "twenty seconds of training first"
-    told = idle.pass_by(21, data_wait_s=0.9, host_code_s=0.1)
-    assert told.splitlines()[:3] == [
-        "warning: GPU utilization is low (11 %)",
-        "  - most likely: waiting for data takes 90 % of the training time",
-        "  - increase workers (current: 0)",
-    ]
-    settings = "batch_size 8192, accumulation 1, workers 0, prefetch 4, residency auto, precision bf16, compile False"
-    assert f"  - settings in force: {settings}" in told
-    assert idle.pass_by(60, data_wait_s=0.9, host_code_s=0.1).count("GPU utilization") == 1
-    assert idle.pass_by(200, validation_s=1.0).count("GPU utilization") == 2, "another cause"
+    assert idle.pass_by(19, data_wait=0.9, compute=0.1) == "", "twenty seconds of training first"
+    low, cause, fix, settings = idle.pass_by(21, data_wait=0.9, compute=0.1).splitlines()
+    assert low == "warning: GPU utilization is low (11 %)"
+    assert cause == "  - most likely: Data loading: one thread"
+    assert fix.startswith("  - it takes 90 % of the time after start-up. Set ")
+    assert settings.startswith("  - settings in force: batch_size 32")
+    assert idle.pass_by(60, data_wait=0.9, compute=0.1).count("GPU utilization") == 1
+    assert idle.pass_by(400, validation=1.0).count("GPU utilization") == 2, "another cause"
 
 
 def test_a_busy_gpu_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Idle(tmp_path, monkeypatch, util=30).pass_by(60, data_wait_s=0.9, host_code_s=0.1) == ""
+    assert Idle(tmp_path, monkeypatch, util=30).pass_by(60, data_wait=0.9, host_code=0.1) == ""
 
 
 def test_low_gpu_use_is_not_told_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,6 @@ class Monitor:
     def _warn_once(self) -> None:
         """Warn while the job runs, once, that it uses little of its GPU."""
         from fulltilt.diagnosis import low_gpu_warning
-        from fulltilt.probes.host import cpu_capacity
         from fulltilt.recorder.rank_files import WARN_AFTER_S
 
         trained = self._progress.recent_buckets(WARN_AFTER_S)
@@ -220,13 +219,11 @@ class Monitor:
         util_pct = sum(used) / len(used) if used and self._progress.on_gpu else None
         if self._progress.on_gpu and util_pct is None:
             return
-        seen, usable = self._progress, cpu_capacity().usable
-        warning = low_gpu_warning(util_pct, trained, seen.loaders, usable, seen.workers)
-        if warning is not None:
+        lines = low_gpu_warning(util_pct, trained, lambda: store.load(self._folder))
+        if lines:
             self._bar.close()
-            first, *rest = warning.splitlines()
-            for line in (f"fulltilt: {first}", *(f"  {each}" for each in rest)):
-                tell_wrapped(line)
+        for number, line in enumerate(lines):
+            tell_wrapped(f"  {line}" if number else f"fulltilt: {line}")
 
 
 def end_run(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from fulltilt.diagnosis.checklist import make_checklist, settings_in_force
 from fulltilt.diagnosis.evidence import gather, measure_utilisation, without_side_jobs
 from fulltilt.diagnosis.findings import ordered
 from fulltilt.diagnosis.ledger import mean_gpu_step, mean_step, summarise_job
-from fulltilt.diagnosis.low_gpu import low_gpu_warning
 from fulltilt.diagnosis.rules import judge
+from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.diagnosis.verdict import reach_verdict, title_of
-from fulltilt.records import Abstention, Diagnosis, Finding, Run
+from fulltilt.figures import pct, percent
+from fulltilt.records import Abstention, Buckets, Diagnosis, Finding, Run
 
 __all__ = ["answer", "diagnose", "low_gpu_warning"]
 
@@ -49,3 +51,33 @@ def answer(run: Run) -> Diagnosis:
         invalid_because=evidence.invalid_because,
         job=summarise_job(run, evidence.ledger),
     )
+
+
+SETTINGS_TO_NAME = (
+    "batch_size",
+    "accumulation",
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "precision",
+    "compile",
+)
+
+
+def low_gpu_warning(util_pct: float | None, recent: Buckets, load: Callable[[], Run]) -> tuple[str, ...]:
+    """Lines to print while a job runs: the first finding, its fix and the settings in force; empty when all is well.
+
+    ``util_pct`` is the GPU's utilisation; without a GPU it is None and the share of data wait in ``recent`` decides.
+    ``load`` reads the run so far.
+    """
+    active_s = recent.total_s - recent.startup_s
+    waits = active_s > 0 and recent.data_wait_s >= THRESHOLDS.severe_share * active_s
+    if active_s <= 0 or (not waits if util_pct is None else util_pct >= THRESHOLDS.low_util_pct):
+        return ()
+    found = answer(load())
+    lines = [] if util_pct is None else [f"GPU utilization is low ({pct(util_pct)})"]
+    for first in found.findings[:1]:
+        lines.append(first.title if util_pct is None else f"- most likely: {first.title}")
+        lines.append(f"- it takes {percent(first.share_after_startup)} of the time after start-up. {first.fix}")
+    settings = (f"{name} {value}" for name, value in found.settings if name in SETTINGS_TO_NAME and value is not None)
+    return (*lines, f"- settings in force: {', '.join(settings)}") if lines else ()

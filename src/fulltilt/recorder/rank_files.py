@@ -13,7 +13,7 @@ import psutil
 
 from fulltilt import store
 from fulltilt.errors import ForeignFiles, RunFolderError
-from fulltilt.records import BUCKETS, Buckets, LoaderRecord, RankRecord, Span, WorkerRecord
+from fulltilt.records import BUCKETS, Buckets, RankRecord, Span
 
 MOST_STREAMS = 4096
 
@@ -127,16 +127,6 @@ class SpanFollower:
     def on_gpu(self) -> bool:
         """Whether the job trains on a GPU."""
         return self._record is not None and self._record.device != "cpu"
-
-    @property
-    def loaders(self) -> tuple[LoaderRecord, ...]:
-        """The job's loaders so far."""
-        return self._record.loaders if self._record is not None else ()
-
-    @property
-    def workers(self) -> tuple[WorkerRecord, ...]:
-        """What the loaders' workers did so far."""
-        return self._record.workers if self._record is not None else ()
 
     def read(self) -> None:
         """Take in what was written since the last call."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -22,10 +21,10 @@ from typing import Any
 import torch
 
 from fulltilt import store
-from fulltilt.diagnosis.low_gpu import likely_cause, low_gpu_warning
+from fulltilt.diagnosis import low_gpu_warning
 from fulltilt.errors import FulltiltError, RunFolderError, StoppedEarly
 from fulltilt.probes.gpu import Gpus
-from fulltilt.probes.host import HostProbe, cpu_capacity
+from fulltilt.probes.host import HostProbe
 from fulltilt.probes.sampler import Sampler
 from fulltilt.recorder import attach
 from fulltilt.recorder.loaders import ENGINE
@@ -35,21 +34,18 @@ from fulltilt.recorder.session import Session
 from fulltilt.records import RankRecord, RunRecord, Sample, Settings
 from fulltilt.report.answer import explain
 from fulltilt.report.terminal import verdict_lines
-from fulltilt.train.config import TrainSettings
 from fulltilt.train.data_source import BatchSource
 from fulltilt.train.progress import TrainingScreen
 from fulltilt.train.train_state import TrainState
-
-NAMED = ("batch_size", "accumulation", "workers", "prefetch", "residency", "precision", "compile", "channels_last")
 
 
 class IdleGpu:
     """Warns of an idle GPU, from the machine's samples and the run recorded in ``folder``."""
 
-    def __init__(self, settings: TrainSettings, screen: TrainingScreen, folder: Path) -> None:
-        self._settings, self._screen = settings, screen
+    def __init__(self, screen: TrainingScreen, folder: Path) -> None:
+        self._screen, self._folder = screen, folder
         self._following = SpanFollower(folder)
-        self._samples: deque[Sample] = deque(maxlen=int(WARN_AFTER_S))
+        self._samples: list[Sample] = []
         self._told: set[str] = set()
 
     def __call__(self, sample: Sample) -> None:
@@ -58,19 +54,16 @@ class IdleGpu:
         used = [gpu.util_pct for one in self._samples for gpu in one.gpus if gpu.util_pct is not None]
         with contextlib.suppress(RunFolderError):  # reported at the end
             self._following.read()
-        buckets = self._following.recent_buckets(WARN_AFTER_S)
-        if not used or buckets.total_s - buckets.startup_s < WARN_AFTER_S:
-            return
-        seen, usable = self._following, cpu_capacity().usable
-        warning = low_gpu_warning(sum(used) / len(used), buckets, seen.loaders, usable, seen.workers)
-        cause = likely_cause(buckets)
-        if warning is not None and cause not in self._told:
-            self._told.add(cause)
-            now = ", ".join(f"{name} {getattr(self._settings, name)}" for name in NAMED)
-            first, *rest = warning.splitlines()
-            self._screen.warn(first)
-            for line in (*rest, f"- settings in force: {now}"):
-                self._screen.say(f"  {line}")
+            recent = self._following.recent_buckets(WARN_AFTER_S)
+            if not used or len(self._samples) < WARN_AFTER_S or recent.total_s - recent.startup_s < WARN_AFTER_S:
+                return
+            self._samples.clear()
+            lines = low_gpu_warning(sum(used) / len(used), recent, lambda: store.load(self._folder))
+            if lines and lines[1] not in self._told:
+                self._told.add(lines[1])
+                self._screen.warn(lines[0])
+                for line in lines[1:]:
+                    self._screen.say(f"  {line}")
 
 
 # --------------------------------------------------------------------------- torch.profiler
@@ -147,7 +140,7 @@ class TrainingRecord(LoopMarks):
         if isinstance(state.source, BatchSource) and not hasattr(state.source.iterable, "begin_at"):
             state.source.iterable = self.loader(state.source.iterable)
         if state.screen.speaks and state.device.type == "cuda" and self._own is not None:
-            self._listeners.append(IdleGpu(state.settings, state.screen, state.out))
+            self._listeners.append(IdleGpu(state.screen, state.out))
         # Nobody writes into the folder before the first rank has cleared it.
         state.group.barrier()
         if self._listeners:
