@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from rich.console import Console
 
 from fulltilt.errors import UsageError
 from fulltilt.records import Settings, Trial
@@ -23,7 +25,7 @@ from fulltilt.tuning.search_space import (
     parse_allow,
     start_of,
 )
-from fulltilt.tuning.solutions import in_words, rate_words, risk_of, verdict
+from fulltilt.tuning.solutions import Solution, in_words, rate_words, risk_of, show_solutions, verdict
 from fulltilt.tuning.study import next_step, time_limit_s
 from fulltilt.tuning.verification import Comparison, candidate_of, compare, winner
 from tests.tuning.simulated import COD, GIB, Job, study
@@ -325,6 +327,14 @@ def test_a_study_that_tried_nothing_says_why() -> None:
     failed = Trial(Settings(num_workers=1), "crashed", note="address already in use")
     assert "all 2 trials failed (crashed: address already in use)" in verdict([STARVED, failed, failed])
     assert verdict([STARVED, failed, replace(STARVED, purpose="search")]).startswith("Nothing faster was found")
+
+
+def test_a_solution_that_was_not_verified_is_told_as_such() -> None:
+    faster = Trial(Settings(num_workers=2), "ok", 227.0)
+    rows = (Solution("Current", STARVED, None, None, "–"), Solution("Solution 1", faster, 2.27, None, "low: the same"))
+    for won, says in ((None, True), (Settings(num_workers=4), True), (faster.settings, False)):
+        show_solutions(console := Console(file=io.StringIO(), width=100), rows, won)
+        assert ("Measured once, not verified." in console.file.getvalue()) is says  # type: ignore[attr-defined]
 
 
 def test_the_settings_of_a_loader_change_nothing_else() -> None:

@@ -179,7 +179,7 @@ def run_study(
         if trial.purpose == "start" and (needed_s := least_budget_s(study.trials, study.space, left_s)) is not None:
             _say(
                 f"this trial took {seconds(trial.wall_s)}; the {seconds(max(left_s, 0.0))} left of the budget are "
-                f"too short to try and verify a change: use --budget {math.ceil(needed_s / 60)}m"
+                f"too short to verify a change: use --budget {math.ceil(needed_s / 60)}m (what is tried now is kept)"
             )
 
     stopped = False
@@ -236,11 +236,11 @@ def show_study(
     found = [trial for trial in trials if is_valid(trial)]
     if not found:
         raise _nothing_measured(trials, folder)
-    show_solutions(console, solutions(trials, record))
+    won = winner(trials)
+    show_solutions(console, solutions(trials, record), won.candidate if won is not None else None)
     if (in_parts := next((trial for trial in found if trial.settings.accumulation), None)) is not None:
         for line in manual_steps(in_parts.settings):
             console.print(Text(line))
-    won = winner(trials)
     console.print(Text(verdict(trials, is_unsplit_stream(record.loader), stopped)))
     if record.data_set_changes is not None and record.loader is not None:
         file = (record.loader.where or "").rpartition(":")[0]

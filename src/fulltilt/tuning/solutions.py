@@ -155,8 +155,8 @@ def _effective_batch(trial: Trial) -> int | None:
 # --------------------------------------------------------------------------- on the terminal
 
 
-def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
-    """Print the table; below it the settings, the risk and the learning rate of each row."""
+def show_solutions(console: Console, rows: Sequence[Solution], won: Settings | None) -> None:
+    """Print the table; below it the settings, the risk and the learning rate of each row. ``won``: verified."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("")
     for name in ("workers", "batch", "samples/s", "speed", "GPU", "VRAM\nGiB", "RAM\nGiB", "CPU", "LR"):
@@ -176,11 +176,10 @@ def show_solutions(console: Console, rows: Sequence[Solution]) -> None:
             figures.NOT_MEASURED if row.learning_rate is None else f"{row.learning_rate.rate:.3g}",
         )
     console.print(table)
-    if len(rows) > 1:
-        console.print(Text("Each was measured once, to choose which one to verify.", "dim"))
     for row in rows:
-        risk = f" Risk {row.risk}." if row.speedup is not None else ""
-        console.print(Text(f"{row.name}: {in_words(row.trial.settings, row.trial.in_force)}.{risk}"))
+        risk, settings = f" Risk {row.risk}." if row.speedup is not None else "", row.trial.settings
+        once = "" if row.speedup is None or settings == won else " Measured once, not verified."
+        console.print(Text(f"{row.name}: {in_words(settings, row.trial.in_force)}.{once}{risk}"))
     console.print()
     for row in rows:
         scaled = row.learning_rate
