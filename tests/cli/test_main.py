@@ -155,3 +155,16 @@ def test_completion_knows_verbs_and_flags(
     with pytest.raises(SystemExit):
         main([])
     assert capfd.readouterr().out.split() == [wanted]
+
+
+def test_elsewhere_than_on_linux_only_watch_is_offered(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "train.py"])
+    assert ended.value.code == 7
+    assert "fulltilt run needs Linux; this is darwin" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["watch", "--help"])
+    assert not ended.value.code

@@ -33,6 +33,8 @@ app = typer.Typer(
 
 # In the order of `fulltilt --help`.
 COMMANDS = ("run", "report", "tune", "plan", "check", "watch", "train", "make-data", "cache", "demo")
+# The other commands need Linux's clocks, signals and locks.
+OFF_LINUX = ("watch",)
 
 # Import name of an optional dependency → the extra that installs it.
 EXTRAS = {
@@ -86,8 +88,14 @@ def main(arguments: list[str] | None = None) -> None:
             )
         if not (arguments[0].startswith("-") or get_close_matches(arguments[0], COMMANDS)):
             raise UsageError(f"No such command '{arguments[0]}'.", f"Commands: {', '.join(COMMANDS)}")
+        here = COMMANDS if sys.platform == "linux" else OFF_LINUX
+        if arguments[0] in COMMANDS and arguments[0] not in here:
+            raise MachineError(
+                f"fulltilt {arguments[0]} needs Linux; this is {sys.platform}",
+                "On Windows it runs in WSL 2. fulltilt watch works on every system.",
+            )
         # One command alone starts faster; the help and misspelt commands need them all.
-        for command in arguments[:1] if arguments[0] in COMMANDS else COMMANDS:
+        for command in arguments[:1] if arguments[0] in COMMANDS else here:
             add_command(app, command)
         code = app(args=arguments, prog_name="fulltilt", standalone_mode=False)
         sys.stdout.flush()
