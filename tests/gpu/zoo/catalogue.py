@@ -19,6 +19,7 @@ CATALOGUE = (
     GpuSpecimen("small_batch.py", "batch_too_small", shares={"compute": (0.65, 1.05)}),
     GpuSpecimen("sleep_after_step.py", "host_code", measured=("host_code",)),
     GpuSpecimen("validate_often.py", "validation_heavy", measured=("validation",)),
+    GpuSpecimen("sampled_model.py", "validation_heavy", measured=("validation",)),
     GpuSpecimen("save_often.py", "checkpoint_stall", measured=("checkpoint",), counts_samples=False),
     GpuSpecimen("launch_beside_workers.py", "launch_contended"),
     GpuSpecimen("channels_first.py", "free_switches", counts_samples=False),
