@@ -48,7 +48,7 @@ from torch.utils.data import (
 )
 
 from fulltilt.recorder.user_code import owner
-from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool, copy_of
+from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool, copy_of, start_method
 
 # Several, since results that depend on the number of threads agree now and then.
 MOST_BATCHES = 3
@@ -580,14 +580,18 @@ def reason_against(loader: Any) -> str | None:
     if loader.num_workers:
         return None
     # A loader without workers cannot always be given some.
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if method != "fork":
+    if (method := start_method()) != "fork":
         return f"workers would start by {method}, which runs the top level of the script again"
     if multiprocessing.current_process().daemon:
         return "this process may not start processes of its own (it is a daemon)"
-    if threading.current_thread() is not threading.main_thread():
-        return "a thread of the script draws its batches; forking from a thread may deadlock"
-    return None
+    return reason_of_thread(loader)
+
+
+def reason_of_thread(loader: Any) -> str | None:
+    """Why this thread, which draws a batch, may not start the first workers; None where it may."""
+    if loader.num_workers or threading.current_thread() is threading.main_thread():
+        return None
+    return "a thread of the script draws its batches; forking from a thread may deadlock"
 
 
 def reason_of_sampler(sampler: Any, iterator: Any) -> str | None:

@@ -1,7 +1,8 @@
 """Pools of loader workers: copies of the script's DataLoader with other settings, which share one queue of indices.
 
 Private names of torch used here: ``_remove_worker_pids`` and ``_worker_pids_set`` (see `LoaderPool`), an iterator's
-``_shutdown_workers``, a DataLoader's ``_iterator`` and ``_get_iterator``.
+``_shutdown_workers``, ``_shutdown`` and ``_workers``, a DataLoader's ``_iterator``, ``_get_iterator`` and
+``__multiprocessing_context``. Of multiprocessing: ``process._children``.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from multiprocessing import process
 from typing import Any
 
 import torch
@@ -40,8 +43,13 @@ def sampler_of(loader: Any) -> Any:
 
 def starts_slowly(loader: Any) -> bool:
     """Whether its workers first import the script and torch (spawn), which takes seconds."""
-    context = loader.multiprocessing_context or multiprocessing
-    return str(context.get_start_method()) != "fork"
+    context = loader.multiprocessing_context
+    return (start_method() if context is None else str(context.get_start_method())) != "fork"
+
+
+def start_method() -> str:
+    """How multiprocessing starts processes. Asked by its own function, a script could no longer set it."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def is_of_data_set(error: Exception) -> bool:
@@ -115,6 +123,12 @@ class LoaderPool:
             in_order=True,
             _iterator=None,
         )
+        if knobs.num_workers and not loader.num_workers:
+            vars(self._loader)["worker_init_fn"] = partial(_begin_worker, loader.worker_init_fn)
+        if knobs.num_workers and not self.is_scripts_own and loader.multiprocessing_context is None:
+            # Without a context of its own, the first process would settle the start method for the script.
+            context = multiprocessing.get_context(start_method())
+            vars(self._loader)["_DataLoader__multiprocessing_context"] = context
 
     def serve(self, queue: IndexQueue) -> None:
         """Take indices from this queue from now on."""
@@ -133,6 +147,7 @@ class LoaderPool:
             self.iterator._worker_pids_set = False
         if self.knobs.num_workers:
             _with_workers.add(self)
+            _workers.update(self.iterator._workers)
 
     @property
     def is_serving(self) -> bool:
@@ -179,8 +194,34 @@ class LoaderPool:
         return iterator
 
 
+def _begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    """First in a worker of a script that has none: signals to the whole process group reach it, too.
+
+    The script's handlers may save a checkpoint, which only the training process should do. They are not ignored, which
+    programs that the data set starts would inherit. torch handles SIGTERM; SIGCHLD is about the worker's own children.
+    """
+    for number in signal.valid_signals() - {signal.SIGTERM, signal.SIGCHLD}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, lambda *_: None)
+    if init is not None:
+        init(worker)
+
+
 _with_workers: weakref.WeakSet[LoaderPool] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_with_workers.clear)
+_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # processes, also of pools that end
+
+
+def _forget_in_child() -> None:
+    """A forked child has no workers: where it ends, torch and multiprocessing would kill those of its parent."""
+    for pool in list(_with_workers):
+        if (iterator := pool._let_go()) is not None:
+            iterator._shutdown, iterator._workers = True, []
+    process._children.difference_update(_workers)  # type: ignore[attr-defined]
+    _with_workers.clear()
+    _workers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @atexit.register

@@ -30,6 +30,7 @@ from fulltilt.tuning.live.batch_check import (
     reason_against,
     reason_in,
     reason_of_sampler,
+    reason_of_thread,
     refusing,
     short,
 )
@@ -250,7 +251,8 @@ class LoaderTuner:
             return  # no process group yet
         with self._costs():
             self._batches_per_s = seen.batches_per_s
-            reason = None if self._seen else reason_of_sampler(sampler_of(source.loader), source.queue.indices)
+            if (reason := reason_of_thread(source.loader)) is None and not self._seen:
+                reason = reason_of_sampler(sampler_of(source.loader), source.queue.indices)
             if (reason := reason or self._too_short(source) or self._process.reason_of_job()) is not None:
                 self.leave_alone(reason)
             else:

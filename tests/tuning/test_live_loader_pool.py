@@ -1,0 +1,94 @@
+"""Workers that a script does not know of leave its processes, signals and start method alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from fulltilt.tuning.live.measurement import Knobs
+from tests.tuning.live_jobs import Squares, tuning
+
+SIZE = 64
+
+
+def test_a_forked_child_that_exits_leaves_the_workers_alone(tmp_path: Path) -> None:
+    """As one does that saves a checkpoint."""
+    drawn = []
+    with tuning(tmp_path, [Knobs(2)], clearly=True) as one:
+        for count, (_, indices) in enumerate(one.trains(DataLoader(Squares(SIZE), batch_size=2))):
+            drawn += indices.tolist()
+            if count == 12:
+                workers = multiprocessing.active_children()
+                if not (child := os.fork()):
+                    code = 1
+                    try:
+                        one.source._line.clear()  # torch ends the workers of an iterator that goes
+                        util._exit_function()  # type: ignore[attr-defined]
+                        code = 0
+                    finally:
+                        os._exit(code)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+                assert len(workers) == 2
+                assert all(worker.is_alive() for worker in workers)
+        assert [move.outcome for move in one.record.moves] == ["kept"]
+    assert drawn == list(range(SIZE))
+
+
+def test_a_signal_to_the_process_group_runs_the_handler_once(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    before = signal.signal(signal.SIGUSR1, lambda *_: os.write(write, b"x"))
+    try:
+        with tuning(tmp_path, [Knobs(2)], clearly=True) as one:
+            for count, _ in enumerate(one.trains(DataLoader(Squares(SIZE), batch_size=2))):
+                if count == 12:
+                    workers = [worker.pid or 0 for worker in multiprocessing.active_children()]
+                    assert len(workers) == 2
+                    for process in (os.getpid(), *workers):
+                        os.kill(process, signal.SIGUSR1)
+            assert [move.outcome for move in one.record.moves] == ["kept"]
+        assert os.read(read, 9) == b"x"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        os.close(read)
+        os.close(write)
+
+
+SETS_START_METHOD = """
+import multiprocessing, sys
+from pathlib import Path
+from torch.utils.data import DataLoader
+from fulltilt.tuning.live.measurement import Knobs
+from tests.tuning.live_jobs import Squares, tuning
+with tuning(Path(sys.argv[1]), [Knobs(2)]) as one:
+    for _ in one.trains(DataLoader(Squares(64), batch_size=2)):
+        pass
+    print([move.outcome for move in one.record.moves])
+multiprocessing.set_start_method("spawn")
+"""
+
+
+def test_a_script_may_set_its_start_method_after_training(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SETS_START_METHOD, str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "['kept']"), done.stderr
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_thread_that_draws_ahead_starts_no_workers(ahead: bool, tmp_path: Path) -> None:
+    """A script's own prefetching: the pass begins on the main thread."""
+    with tuning(tmp_path, [Knobs(2)]) as one, ThreadPoolExecutor(1) as thread:
+        batches: Any = iter(one.trains(DataLoader(Squares(SIZE), batch_size=2)))
+        while (thread.submit(next, batches, None).result() if ahead else next(batches, None)) is not None:
+            pass
+        assert bool(one.record.moves) is not ahead
+        assert ("a thread of the script draws its batches" in one.record.why) is ahead
