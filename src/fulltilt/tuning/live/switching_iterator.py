@@ -53,7 +53,7 @@ class SwitchingIterator:
     def __init__(self, tuner: Tuner, loader: Any) -> None:
         self.loader = loader
         self.ended = True
-        self.watch: AttributeWatch | None = None  # while workers serve a script that has none
+        self.watch: AttributeWatch | None = None  # while workers serve a script that has none, or may be exchanged
         self._tuner = tuner
         self._line: deque[LoaderPool] = deque()
 
@@ -197,9 +197,18 @@ class SwitchingIterator:
         return self._line[-1] if self._line else None
 
     def hand_over(self, pool: LoaderPool) -> None:
-        """Let another pool continue after the batches under way."""
+        """Let another pool continue after the batches under way.
+
+        Where the script has workers of its own, it starts now: they do not see what the script changes next.
+        """
         self._line[-1].close()
         self._line.append(pool)
+        if self._tuner.user.num_workers:
+            try:
+                pool.serve(self.queue)
+            except Exception:  # tried again when the next batch is asked for
+                self.queue.give_back(pool.owed)
+                pool.close()
 
     def retire(self) -> None:
         """End all workers."""

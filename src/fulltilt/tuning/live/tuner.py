@@ -192,8 +192,11 @@ class LoaderTuner:
     def _pool_in_force(self, source: SwitchingIterator) -> LoaderPool:
         pool = self._make(source, self._serving)
         pool.on_trial = self._is_trying
-        serial = not self.user.num_workers  # then changes between two batches have an effect in the plain run
-        source.watch = AttributeWatch(source.loader.dataset) if serial and pool.knobs.num_workers else None
+        watched = (source.loader.dataset, source.loader.collate_fn)
+        if not self.user.num_workers:  # changes between two batches have an effect in the plain run
+            source.watch = AttributeWatch(watched) if pool.knobs.num_workers else None
+        elif source.watch is None and self.phase is not Phase.DONE:  # workers have it as it was when they were started
+            source.watch = AttributeWatch(watched)
         return pool
 
     def pass_ended(self, source: SwitchingIterator) -> None:
@@ -216,9 +219,12 @@ class LoaderTuner:
         """Take the next step of tuning, if one is due."""
         check = self._check
         if source.watch is not None and (name := source.watch.changed()) is not None:
-            self.leave_alone(f"the script changes its data set during a pass ({name}), which workers would not see")
             source.watch = None
-            source.replace(self._make(source, self.user))
+            if not self.user.num_workers:
+                self.leave_alone(f"the script changes its data set during a pass ({name}), which workers would not see")
+                source.replace(self._make(source, self.user))
+            elif self.phase is not Phase.DONE:
+                self.leave_alone(f"the script changes its data set ({name}), which only later workers would see")
         if self.phase is Phase.AGREEING and source.is_steady:
             self._look_for_others(source)
         if self.phase is not Phase.CHECKING or check is None or not source.is_steady:
@@ -309,7 +315,8 @@ class LoaderTuner:
         """Take the next step; all ranks take the same one, from the same figures."""
         if agreed.left_alone is not None:
             self.leave_alone(agreed.left_alone)
-            if source.pool is not None and source.pool.knobs != self.user:
+            # The script's own workers have the data set as it was when they were started; later ones may not.
+            if source.pool is not None and source.pool.knobs != self.user and not self.user.num_workers:
                 source.hand_over(self._make(source, self.user))
         elif agreed.failed is not None:
             if self._is_trying:
