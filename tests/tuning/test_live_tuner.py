@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -284,6 +286,44 @@ def test_a_data_set_changed_during_a_pass_has_its_effect_at_once(tmp_path: Path)
 
 
 @pytest.mark.parametrize("persist", [False, True])
+def test_workers_of_a_later_pool_have_the_data_set_of_the_first(persist: bool, tmp_path: Path) -> None:
+    """What the script sets for the next pass, or never has an effect, must not come early with other workers."""
+
+    def run(trains: Callable[[Any], Any]) -> list[Any]:
+        data, drawn = Scaled(SIZE), []
+        loader = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=persist)
+        for epoch in range(2):
+            for count, batch in enumerate(trains(loader)):
+                drawn.append(flat(batch))
+                if count == 12:
+                    data.scale = 2.0 + epoch
+        return drawn
+
+    expected = run(lambda loader: loader)
+    with tuning(tmp_path, [Knobs(2), Knobs(3), Knobs(2), Knobs(3), Knobs(2)]) as one:
+        assert run(one.trains) == expected
+        assert one.record.moves
+        assert one.record.why == "the script changes its data set (scale), which only later workers would see"
+
+
+def test_what_the_script_sets_in_its_collate_function_has_its_effect_at_once(tmp_path: Path) -> None:
+    """A collate function that resizes, for one."""
+
+    class Resizing:
+        size = 1
+
+        def __call__(self, samples: list[Any]) -> list[int]:
+            return [self.size * index for _, index in samples]
+
+    resize = Resizing()
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        for count, batch in enumerate(one.trains(DataLoader(Squares(SIZE), batch_size=2, collate_fn=resize))):
+            assert batch[1] == resize.size * (2 * count + 1)
+            resize.size = 3 if count > 12 else 1
+        assert [move.outcome for move in one.record.moves] == ["kept"]
+
+
+@pytest.mark.parametrize("persist", [False, True])
 def test_loaders_of_one_line_are_drawn_side_by_side(persist: bool, tmp_path: Path) -> None:
     """Continual learning: the second is made after a pass over the first."""
     loaders, drawn = [], []
@@ -335,14 +375,14 @@ def test_pools_leave_warnings_as_they_were(tmp_path: Path) -> None:
 
 
 def test_workers_that_persist_keep_the_data_set_they_started_with(tmp_path: Path) -> None:
-    """As in the plain run. A pool of later workers would have another one: the check sees it."""
+    """As in the plain run. A pool of later workers would have another one."""
     data = Scaled(SIZE)
     with tuning(tmp_path, [Knobs(2)]) as one:
         loader = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)
         for data.scale in (1.0, 3.0):
             assert [flat(batch)[0][1][0] for batch in loader] == [1.0 * index for index in range(1, SIZE, 2)]
             one.trains(loader)
-        assert one.record.why == "its batches come out different in a worker"
+        assert one.record.why == "the script changes its data set (scale), which only later workers would see"
 
 
 @pytest.mark.parametrize("shuts_down", [False, True])
@@ -407,8 +447,9 @@ class DrawingByWorkerSeed(Squares):
         return torch.rand(3, generator=torch.Generator().manual_seed(seed + index)), index
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", [Drawing, DrawingElsewhere, DrawingByWorkerSeed])
+@pytest.mark.parametrize(
+    ("kind", "workers"), [(Drawing, 0), (Drawing, 1), (DrawingElsewhere, 1), (DrawingByWorkerSeed, 1)]
+)
 @pytest.mark.parametrize("exact", [False, True])
 def test_random_augmentation_is_tuned_and_told_unless_exact(
     kind: type[Squares], exact: bool, workers: int, tmp_path: Path
@@ -422,6 +463,51 @@ def test_random_augmentation_is_tuned_and_told_unless_exact(
         else:
             assert one.record.settings.num_workers == 2
             assert "numbers of the same distribution" in str(one.record.note)
+
+
+class SeededForEachSample(Squares):
+    own = torch.Generator()
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(3, generator=self.own.manual_seed(index)), index
+
+
+class ChangingUnseen(Squares):
+    """A state that nobody sees from outside: samples in a cache are changed in place."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return _cached(index).mul_(0.5), index
+
+
+@functools.cache
+def _cached(index: int) -> torch.Tensor:
+    return torch.full((3,), float(index))
+
+
+UNIQUE = "a random generator of its own, of which each worker would have the same copy"
+UNSEEN = "no random generator that is known"
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(DrawingElsewhere, UNIQUE), (DrawingByWorkerSeed, UNSEEN), (ChangingUnseen, UNSEEN)]
+)
+def test_what_workers_would_repeat_stays_in_the_training_process(kind: Any, why: str, tmp_path: Path) -> None:
+    """Forked workers have the same copy of such a state, in every pass again."""
+    _cached.cache_clear()
+    expected = [drawn_from(loader) for loader in [DataLoader(kind(SIZE), batch_size=2)] for _ in range(2)]
+    _cached.cache_clear()
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        loader = one.trains(DataLoader(kind(SIZE), batch_size=2))
+        assert [drawn_from(loader) for _ in range(2)] == expected
+        assert one.record.state == "left_alone"
+        assert why in one.record.why
+
+
+def test_a_generator_that_is_seeded_for_each_sample_is_no_reason(tmp_path: Path) -> None:
+    expected = drawn_from(DataLoader(SeededForEachSample(SIZE), batch_size=2))
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        assert drawn_from(one.trains(DataLoader(SeededForEachSample(SIZE), batch_size=2))) == expected
+        assert one.record.settings.num_workers == 2
 
 
 def test_the_shuffle_that_begins_a_pass_is_no_random_draw_of_the_data_set(tmp_path: Path) -> None:
@@ -494,17 +580,20 @@ def test_what_a_data_set_notes_of_few_samples_is_not_lost_in_workers(exact: bool
     assert served[RARE // 2 :] == [0] * ((SIZE - RARE) // 2)
 
 
-@pytest.mark.parametrize("which", ["torch", "random", "numpy", "own", "cached"])
-def test_exact_keeps_the_draws_that_few_samples_need(which: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("which", "exact"),
+    [*((each, True) for each in ("torch", "random", "numpy", "own", "cached")), ("own", False), ("cached", False)],
+)
+def test_the_draws_that_few_samples_need_are_kept(which: str, exact: bool, tmp_path: Path) -> None:
     seeded()
     expected = drawn_from(DataLoader(DrawsRarely(which), batch_size=2))
     after = (torch.rand(1).item(), random.random(), np.random.rand())
     seeded()
-    with tuning(tmp_path, [Knobs(2)], exact=True) as one:
+    with tuning(tmp_path, [Knobs(2)], exact=exact) as one:
         assert drawn_from(one.trains(DataLoader(DrawsRarely(which), batch_size=2))) == expected
         assert (torch.rand(1).item(), random.random(), np.random.rand()) == after
         assert one.record.state == "left_alone"
-        assert "draws random numbers" in one.record.why
+        assert ("draws random numbers" if exact else UNIQUE) in one.record.why
         assert [move.outcome for move in one.record.moves] == ["kept"]
 
 
@@ -528,6 +617,19 @@ class HoldingAFile(Squares):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         self.file.seek(index)
         return torch.full((3,), float(self.file.read(1)[0])), index
+
+
+class Sharing(Squares):
+    """What a batch made again counts is counted twice."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.seen: Any = multiprocessing.Value("i", 0)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        with self.seen.get_lock():
+            self.seen.value += 1
+        return super().__getitem__(index)
 
 
 class Unpicklable(Squares):
@@ -566,6 +668,7 @@ class OwnWay(DataLoader[Any]):
 LEFT_ALONE = {
     "changes as it is read": lambda path: DataLoader(Counting(SIZE), batch_size=2),
     "BufferedReader": lambda path: DataLoader(HoldingAFile(SIZE, path / "data"), batch_size=2),
+    "shares a Synchronized with other processes": lambda path: DataLoader(Sharing(SIZE), batch_size=2, num_workers=1),
     "cannot send its batches": lambda path: DataLoader(Unpicklable(SIZE), batch_size=None),
     "come out different in a worker": lambda path: DataLoader(OtherwiseInWorkers(SIZE), batch_size=2),
     "sampler Reacting": lambda path: DataLoader(Squares(SIZE), batch_size=2, sampler=Reacting()),

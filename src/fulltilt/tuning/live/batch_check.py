@@ -2,8 +2,9 @@
 
 First by the parts of the loader; then two workers make batches again that the script has had, three times each. Where
 those differ among each other, the data set draws random numbers; where they agree but differ from the script's, it
-behaves differently in a worker. What only a few samples do is found later: a worker that serves a script without
-workers refuses a batch that changed its data set.
+behaves differently in a worker. Only generators that torch seeds anew in each worker may be drawn from in a script
+without workers: copies of another one, or of an unseen state, repeat themselves. What only a few samples do is found
+later: a worker that serves such a script refuses a batch that changed its data set.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice, zip_longest
+from multiprocessing import managers, queues, sharedctypes
 from operator import attrgetter, is_
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,8 @@ LARGE_ARRAY_BYTES = 1 << 20
 MOST_ARRAY_BYTES = 64 << 20
 MOST_SPACED_ELEMENTS = 1 << 16  # each may lie on a page of its own
 DRAWS = "its data set draws random numbers, which would differ in other workers (--exact)"
+OWN_DRAWS = "its data set draws from a random generator of its own, of which each worker would have the same copy"
+UNKNOWN_DRAWS = "its batches come out different each time, though no random generator that is known is drawn from"
 
 
 def short(error: Exception) -> str:
@@ -82,11 +86,12 @@ class BatchCheck:
         self.verdict: str | None = None
         self.tensors_per_batch = 0
         self.draws_from_torch = False  # from torch's global generator, which may also shuffle
+        self.draws_from_own = False  # from a generator that the data set holds, which it may seed for each sample
         self.thread: threading.Thread | None = None  # compares what workers make
         self._serial = serial
         self._wanted: list[tuple[Any, bytes]] = []
         self._is_random = False
-        self._before: tuple[list[Any], dict[tuple[int, str], int], int] | None = None
+        self._before: tuple[list[Any], list[Any], dict[tuple[int, str], int], int] | None = None
         self._state: bytes | None = None
 
     @property
@@ -107,19 +112,23 @@ class BatchCheck:
     def about_to_fetch(self, loader: Any) -> None:
         """Called before the script's next batch is made."""
         if self._serial:
+            # First: to look at the attributes of a BytesIO gives it a place for them, which is pickled, too.
+            known, own = _global_generators(), AttributeWatch((loader.dataset, loader.collate_fn)).generators
             if self._state is None:
                 self._look_at_data_set(loader)
-            self._before = ([_mark_of(one) for one in _global_generators()], file_positions(), bytes_written())
+            marks, own_marks = ([(one, _mark_of(one)) for one in each] for each in (known, own))
+            self._before = (marks, own_marks, file_positions(), bytes_written())
 
     def fetched(self, indices: Any, batch: Any) -> None:
         """Called with that batch: keeps its digest, since training may change the batch in place."""
         if self._before is not None:
             written = bytes_written()
-            generators, positions, written_before = self._before
-            # NumPy may be imported meanwhile.
-            drawn = [_mark_of(one) != before for one, before in zip(_global_generators(), generators, strict=False)]
+            generators, own, positions, written_before = self._before
+            drawn = [_mark_of(one) != before for one, before in generators]
             self._is_random = self._is_random or any(drawn)
             self.draws_from_torch = self.draws_from_torch or drawn[0]
+            if any(_mark_of(one) != before for one, before in own):
+                self.draws_from_own = True
             now = file_positions()
             if any(now.get(file, position) != position for file, position in positions.items()):
                 self.verdict = "its data set reads from an open file whose position workers would share"
@@ -146,6 +155,8 @@ class BatchCheck:
         """Have workers make the batches again, while training goes on."""
         if self._serial:
             self._look_at_data_set(loader)
+        if (shared := AttributeWatch((loader.dataset, loader.collate_fn)).shared) is not None:
+            self.verdict = f"its data set shares a {shared} with other processes, which a batch made again may change"
         if self.verdict is None:
             try:
                 pool = make(CHECKING_WORKERS)
@@ -162,6 +173,9 @@ class BatchCheck:
             for _, wanted in self._wanted:
                 first, *others = [Pickled(pool.draw()[1]).digest for _ in range(TIMES)]
                 if any(other != first for other in others):
+                    if self._serial and (self.draws_from_own or not self._is_random):
+                        self.verdict = OWN_DRAWS if self.draws_from_own else UNKNOWN_DRAWS
+                        break
                     self._is_random = True
                 elif wanted != first:
                     found = "its batches come out different in a worker"
@@ -169,7 +183,7 @@ class BatchCheck:
             error.__traceback__ = error.__cause__ = error.__context__ = None  # they would hold the pool
             found, self._is_random = reason_in(error) or f"a worker cannot make its batches ({short(error)})", False
         pool.retire()
-        self.verdict = self.RANDOM if self._is_random else found
+        self.verdict = self.verdict or (self.RANDOM if self._is_random else found)
 
 
 # ---------------------------------------------------------------------- the state that a fetch depends on
@@ -332,16 +346,18 @@ class AttributeWatch:
 
     Looks at what is assigned: attributes of the data set, of what it holds and of their classes, and the globals that
     their code names; and, of what the script's own code holds, at elements of short containers and small arrays, at the
-    length of others and at what is written to tensors. ``generators`` are the random generators among all these.
+    length of others and at what is written to tensors. ``generators`` are the random generators among all these
+    that no module has for all, ``shared`` is the name of an object that it shares with other processes.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._places: list[Place] = []
         self._marks: list[tuple[str, Callable[[], Any], Any]] = []
         self.generators: list[Any] = []
+        self.shared: str | None = None
         self._elements = 0
         numpy = sys.modules.get("numpy")
-        generators = _generator_types()
+        generators, global_generators = _generator_types(), _global_generators()
         left: deque[tuple[str, Any, bool]] = deque([("", dataset, False)])
         seen = set[int]()
         while left and len(self._places) < MOST_PLACES:
@@ -352,7 +368,10 @@ class AttributeWatch:
             kind = item if isinstance(item, type | types.FunctionType) else type(item)
             is_users = owner(_file_of(kind)) == "user"
             if isinstance(item, generators):
-                self.generators.append(item)
+                if not any(item is known for known in global_generators):
+                    self.generators.append(item)
+            elif isinstance(item, _SHARED):
+                self.shared = kind.__name__
             elif isinstance(item, _CONTAINERS):
                 if own:
                     self._note_container(name, item)
@@ -436,9 +455,12 @@ def reason_in(error: Exception) -> str | None:
     return str(error).strip().splitlines()[-1].partition(": ")[2]
 
 
-def refusing(loader: Any, exact: bool) -> Any:
-    """A copy of a loader whose workers refuse a batch that changed their data set, or for which they drew (exact)."""
-    watch = _WorkerWatch(loader.collate_fn, loader.worker_init_fn, exact)
+def refusing(loader: Any, exact: bool, may_draw_from_own: bool) -> Any:
+    """A copy of a loader whose workers refuse a batch that changed their data set.
+
+    They also refuse one for which they drew from a generator of the data set's own, or with ``exact`` from any.
+    """
+    watch = _WorkerWatch(loader.collate_fn, loader.worker_init_fn, exact, may_draw_from_own)
     copy = copy_of(loader)
     vars(copy).update(collate_fn=watch.collate, worker_init_fn=watch.begin)
     return copy
@@ -447,15 +469,19 @@ def refusing(loader: Any, exact: bool) -> Any:
 class _WorkerWatch:
     """Stands for ``collate_fn`` and ``worker_init_fn``: what comes last and first in a worker."""
 
-    def __init__(self, collate: Callable[[Any], Any], init: Callable[[int], None] | None, exact: bool) -> None:
-        self._collate, self._init, self._exact = collate, init, exact
+    def __init__(
+        self, collate: Callable[[Any], Any], init: Callable[[int], None] | None, exact: bool, may_draw_from_own: bool
+    ) -> None:
+        self._collate, self._init, self._exact, self._may_draw_from_own = collate, init, exact, may_draw_from_own
 
     def begin(self, worker: int) -> None:
         """Called in a worker before its first batch."""
         if self._init is not None:
             self._init(worker)
         self._attributes = AttributeWatch((getattr(get_worker_info(), "dataset", None), self._collate))
-        generators = [*_global_generators(), *self._attributes.generators] if self._exact else []
+        generators = _global_generators() if self._exact else []
+        if self._exact or not self._may_draw_from_own:
+            generators += self._attributes.generators
         self._generators = [(generator, _mark_of(generator)) for generator in generators]
 
     def collate(self, samples: Any) -> Any:
@@ -466,7 +492,7 @@ class _WorkerWatch:
                 f"its data set changes while it makes a batch ({name}), which workers would keep to themselves"
             )
         if any(_mark_of(generator) != before for generator, before in self._generators):
-            raise UnfitForWorkersError(DRAWS)
+            raise UnfitForWorkersError(DRAWS if self._exact else OWN_DRAWS)
         return batch
 
 
@@ -476,6 +502,8 @@ _PLAIN = (
 )
 _AROUND_FUNCTIONS = (partial, types.MethodType, staticmethod, classmethod)
 _CONTAINERS = (list, tuple, dict, set, deque)
+# multiprocessing's: proxies of a Manager, Value and Array, queues.
+_SHARED = (managers.BaseProxy, sharedctypes.SynchronizedBase, queues.Queue, queues.SimpleQueue)
 _LEFT_OUT = (
     *(type, types.ModuleType, types.BuiltinFunctionType, weakref.ReferenceType),
     *(type(threading.Lock()), type(threading.RLock())),

@@ -421,7 +421,10 @@ class LoaderTuner:
         own = knobs == self.user and metered
         # The data set of a script without workers lives in the training process.
         is_moved = knobs.num_workers and not self.user.num_workers
-        loader = refusing(source.loader, self._process.exact) if is_moved else source.loader
+        loader = source.loader
+        if is_moved:
+            check = self._check
+            loader = refusing(loader, self._process.exact, may_draw_from_own=check is not None and check.draws_from_own)
         return LoaderPool(loader, knobs, generator, self._iterate, meter, None if own else patience_s)
 
     # ------------------------------------------------------------------ when something is wrong
