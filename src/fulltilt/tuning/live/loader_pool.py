@@ -103,6 +103,8 @@ class LoaderPool:
         patience_s: float | None,
     ) -> None:
         self.knobs = knobs
+        # From a script without workers: it may join, count or end all children that multiprocessing knows.
+        self._is_hidden = knobs.num_workers > 0 and not loader.num_workers
         self.is_scripts_own = patience_s is None
         self.on_trial = False
         self.start_s = 0.0  # how long starting the workers held up training
@@ -123,7 +125,7 @@ class LoaderPool:
             in_order=True,
             _iterator=None,
         )
-        if knobs.num_workers and not loader.num_workers:
+        if self._is_hidden:
             vars(self._loader)["worker_init_fn"] = partial(_begin_worker, loader.worker_init_fn)
         if knobs.num_workers and not self.is_scripts_own and loader.multiprocessing_context is None:
             # Without a context of its own, the first process would settle the start method for the script.
@@ -147,7 +149,8 @@ class LoaderPool:
             self.iterator._worker_pids_set = False
         if self.knobs.num_workers:
             _with_workers.add(self)
-            _workers.update(self.iterator._workers)
+        if self._is_hidden:
+            process._children.difference_update(self.iterator._workers)  # type: ignore[attr-defined]
 
     @property
     def is_serving(self) -> bool:
@@ -208,17 +211,14 @@ def _begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
 
 
 _with_workers: weakref.WeakSet[LoaderPool] = weakref.WeakSet()
-_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # processes, also of pools that end
 
 
 def _forget_in_child() -> None:
-    """A forked child has no workers: where it ends, torch and multiprocessing would kill those of its parent."""
+    """A forked child has no workers: torch would end those of its parent where it ends."""
     for pool in list(_with_workers):
         if (iterator := pool._let_go()) is not None:
             iterator._shutdown, iterator._workers = True, []
-    process._children.difference_update(_workers)  # type: ignore[attr-defined]
     _with_workers.clear()
-    _workers.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
