@@ -48,6 +48,7 @@ def entry_points() -> dict[str, Any]:
     points |= {name: getattr(torch.distributed, name) for name in COLLECTIVES if hasattr(torch.distributed, name)}
     points |= {name: getattr(os, name) for name in ("_exit", "abort")}
     points |= {"collect": gc.collect, "collections": len(gc.callbacks)}
+    points |= {"threads": threading.enumerate, "number of threads": threading.active_count}
     points |= {"excepthook": sys.excepthook, "excepthook of threads": threading.excepthook}
     return points
 
@@ -65,6 +66,18 @@ def test_every_original_is_back(tmp_path: Path) -> None:
     if sys.version_info < (3, 11, 8):
         kept.add("collections")  # Python code within a collection makes parsers of other threads fail there
     assert changed == set(before) - kept
+
+
+def test_a_script_that_waits_for_all_threads_does_not_wait_for_ours(tmp_path: Path) -> None:
+    before = threading.enumerate(), threading.active_count()
+    session = Session(torch, tmp_path, time.perf_counter_ns())
+    session.install()
+    session.begin_here()
+    try:
+        assert session.observer.is_alive()
+        assert (threading.enumerate(), threading.active_count()) == before
+    finally:
+        session.finish()
 
 
 def test_what_a_cpu_job_reads_is_left_alone(tmp_path: Path) -> None:

@@ -31,8 +31,7 @@ COSTLY_S = 0.0001
 FOR_CALLS, FOR_CPUS, AT_ONCE_S = 0.01, 0.02, 0.05
 # Stack samples become fewer until they cost this share, up to this interval.
 CROWDED_SHARE, LONGEST_EVERY_S, REMEMBERED_SAMPLES = 0.01, 0.05, 50
-# The training thread and the observer.
-WITHOUT_OTHERS = 2
+WITHOUT_OTHERS = 1  # the training thread; ours are left out
 PR_SET_TIMERSLACK = 29
 CLOCK_OF_A_THREAD = 6  # CPUCLOCK_PERTHREAD_MASK and CPUCLOCK_SCHED
 # Lines are noted for threads that ran for at least this share of the time.

@@ -13,7 +13,7 @@ from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.hooks.compiling import CompileHooks
 from fulltilt.recorder.hooks.cuda import DeviceHooks, GraphHooks
 from fulltilt.recorder.hooks.dataloader import override_fastai, watch_iterables, watch_loaders
-from fulltilt.recorder.hooks.processes import ExitHooks, show_errors_without_ours, watch_ranks
+from fulltilt.recorder.hooks.processes import ExitHooks, hide_our_threads, show_errors_without_ours, watch_ranks
 from fulltilt.recorder.hooks.training import StepHooks, watch_garbage_collector, watch_saving
 from fulltilt.recorder.import_watcher import imported_iterables
 from fulltilt.recorder.loaders import LoaderRegistry
@@ -68,6 +68,7 @@ class Session:
         self.device.install(patches)
         watch_ranks(patches, torch, recorder)
         self.exits.install(patches)
+        hide_our_threads(patches)
         show_errors_without_ours(patches)
 
     def watch_iterables(self, module: ModuleType) -> None:

@@ -26,6 +26,7 @@
 | nn.parallel.DistributedDataParallel | the replica, for its own timings               |
 | gc.callbacks, gc.collect            | garbage collections                            |
 | os._exit, os.abort                  | the end of a process that runs no exit handler |
+| threading.enumerate, active_count   | nothing: the script finds its own threads      |
 | sys.excepthook, threading.excepthook | nothing: errors are shown without our frames  |
 
 For the caller everything behaves as before: same values, same exceptions, same call when nothing is recorded.

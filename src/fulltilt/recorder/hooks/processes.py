@@ -1,4 +1,4 @@
-"""Collectives and DDP, os._exit and os.abort, and how uncaught errors are shown.
+"""Collectives and DDP, os._exit and os.abort, the list of threads, and how uncaught errors are shown.
 
 The record is written before os._exit or os.abort ends the process: a handler of SIGTERM, a watchdog or a forked child
 calls them. A kill cannot be caught.
@@ -106,6 +106,18 @@ class ExitHooks:
             writer.start()
             writer.join(PATIENCE_S)
         return original(*args, **named)
+
+
+def hide_our_threads(patches: Patches) -> None:
+    """Show the script its own threads only: it may wait until all have ended, which ours do after it."""
+    every = threading.enumerate
+
+    def theirs(_: Function) -> list[threading.Thread]:
+        # A derived class may have a name of its own.
+        return [thread for thread in every() if not str(vars(thread).get("_name")).startswith("fulltilt-")]
+
+    patches.around(threading, "enumerate", theirs)
+    patches.around(threading, "active_count", lambda original: len(theirs(original)))
 
 
 def show_errors_without_ours(patches: Patches) -> None:
