@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import util
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from fulltilt.tuning.live.measurement import Knobs
 from tests.tuning.live_jobs import Squares, tuning
@@ -64,24 +63,29 @@ def test_a_signal_to_the_process_group_runs_the_handler_once(tmp_path: Path) -> 
         os.close(write)
 
 
-SETS_START_METHOD = """
-import multiprocessing, sys
-from pathlib import Path
-from torch.utils.data import DataLoader
-from fulltilt.tuning.live.measurement import Knobs
-from tests.tuning.live_jobs import Squares, tuning
-with tuning(Path(sys.argv[1]), [Knobs(2)]) as one:
-    for _ in one.trains(DataLoader(Squares(64), batch_size=2)):
-        pass
-    print([move.outcome for move in one.record.moves])
-multiprocessing.set_start_method("spawn")
-"""
+def test_a_script_may_set_its_start_method_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        for _ in one.trains(DataLoader(Squares(SIZE), batch_size=2)):
+            pass
+        assert [move.outcome for move in one.record.moves] == ["kept"]
+    assert multiprocessing.get_start_method(allow_none=True) is None
 
 
-def test_a_script_may_set_its_start_method_after_training(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SETS_START_METHOD, str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "['kept']"), done.stderr
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_a_script_that_handles_the_end_of_children_gets_none(
+    handler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)  # as in a script without workers
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        with tuning(tmp_path, [Knobs(2)]) as one:
+            for _ in one.trains(DataLoader(Squares(SIZE), batch_size=2)):
+                pass
+            assert (one.record.state, one.record.moves) == ("left_alone", ())
+            assert "(SIGCHLD)" in one.record.why
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import pickle
 import random
+import signal
 import sys
 import threading
 import types
@@ -48,6 +49,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from torch.utils.data._utils import signal_handling
 
 from fulltilt.recorder.user_code import owner
 from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool, copy_of, start_method
@@ -612,6 +614,10 @@ def reason_against(loader: Any) -> str | None:
         return f"workers would start by {method}, which runs the top level of the script again"
     if multiprocessing.current_process().daemon:
         return "this process may not start processes of its own (it is a daemon)"
+    # torch's own handler is put around the script's where another loader has workers already.
+    handler = signal.getsignal(signal.SIGCHLD)
+    if not signal_handling._SIGCHLD_handler_set and handler not in (signal.SIG_DFL, None):
+        return "the script handles the end of child processes itself (SIGCHLD), and would find workers among them"
     return reason_of_thread(loader)
 
 
