@@ -68,6 +68,43 @@ def test_a_fetch_that_does_not_end_is_told_and_counted_once() -> None:
     assert messages[3].fetch_cpu_s < took_s
 
 
+def test_the_first_batch_of_a_pass_includes_what_its_iterator_did() -> None:
+    worker_socket, timer = timer_of(0)
+    for pass_s in (0.03, 0.02):
+        timer.begin_pass(time.sleep, pass_s)
+        for _ in range(3):
+            timer.fetch(time.sleep, 0.001)
+    timer.send()
+    (told,) = worker_socket.receive()
+    assert (told.batches, told.first_batches) == (6, 2)
+    assert 0.052 <= told.first_fetch_s < told.fetch_s - 0.004
+    assert told.first_fetch_cpu_s < 0.05
+
+
+def test_threads_that_fetching_uses_are_a_part_of_its_cpu_time() -> None:
+    worker_socket, timer = timer_of(0)
+
+    def compute() -> None:
+        until = time.thread_time() + 0.05
+        while time.thread_time() < until:
+            pass
+
+    def decompress() -> None:
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+
+    timer.fetch(decompress)
+    sends = threading.Thread(target=compute, name="QueueFeederThread")
+    sends.start()
+    timer.send()  # it has been seen
+    sends.join()
+    timer.send()
+    *_, told = worker_socket.receive()
+    assert 0.05 <= told.fetch_cpu_s < 0.09
+    assert told.process_cpu_s >= 0.1
+
+
 def test_only_the_last_message_of_each_worker_counts() -> None:
     totals = WorkerTotals()
     for pid, batches, read_bytes, in_pass in ((1, 2, 10, 1), (2, 3, 20, 1), (1, 5, 40, 2), (1, 6, 45, 2)):

@@ -263,7 +263,8 @@ class WorkerRecord:
 
     ``reads`` are calls of read, ``read_bytes`` what came from storage; ``cpus`` is how many CPUs they may run on;
     ``data``, the storage of the files that they read; ``chunks``, how the largest compressed HDF5 data set that is open
-    is stored.
+    is stored. ``fetch_cpu_s`` includes other threads that fetching uses. ``first_batches`` began a pass:
+    what is called ``first_`` is the part of them, which may import modules, open files or fill a shuffle buffer.
     """
 
     loader_id: int
@@ -284,6 +285,11 @@ class WorkerRecord:
     growth: MemoryGrowthRecord | None = None
     data: StorageReading | None = None
     chunks: str | None = None
+    first_batches: int | None = None
+    first_fetch_s: float | None = None
+    first_fetch_cpu_s: float | None = None
+    first_cpu_wait_s: float | None = None
+    first_lines: tuple[HotLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

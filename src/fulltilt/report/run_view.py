@@ -318,7 +318,8 @@ def _worker_lane(used: UsedLoader, steps: int, step_s: float) -> Lane | None:
     each = loader.batches / steps / loader.num_workers / work.batches
     queue_s = work.cpu_wait_s or 0.0
     load_s = max(work.fetch_s - work.fetch_cpu_s - queue_s, 0.0)
-    busy = [("load", load_s * each), ("preprocess", work.fetch_cpu_s * each), ("queue", queue_s * each)]
+    computed_s = min(work.fetch_cpu_s, work.fetch_s)  # on several threads it may be more
+    busy = [("load", load_s * each), ("preprocess", computed_s * each), ("queue", queue_s * each)]
     idle_s = max(step_s - sum(length for _, length in busy), 0.0)
     name = "Worker" if loader.num_workers == 1 else f"Each of {loader.num_workers} workers"
     return _lane(name, [*busy, (IDLE, idle_s)])

@@ -19,11 +19,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from fulltilt.recorder.interpreter_lock import SwitchInterval, cpu_clock, cpu_times_s, wake_on_time
+from fulltilt.recorder.interpreter_lock import SwitchInterval, cpu_clock, cpu_s, cpu_times_s, wake_on_time
 from fulltilt.recorder.loaders.batches import compressed_chunks
 from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, stack_of, view_of
 from fulltilt.recorder.user_code import leave_out_ours
@@ -70,13 +71,18 @@ class WorkerMessage:
     """What one worker did so far: only its last message counts. ``lines`` are those since the message before.
 
     ``read_bytes`` are from storage, ``reads`` are calls. ``memory`` holds the last three readings, ``cpus`` are those
-    that it may run on. ``data``, the storage of its files, is sent once.
+    that it may run on. ``data``, the storage of its files, is sent once. ``first_batches`` are those that began a
+    pass, ``first_lines`` those of ``lines`` that made them.
     """
 
     loader: int
     pid: int
     in_pass: int  # when it began
     batches: int = 0
+    first_batches: int = 0
+    first_fetch_s: float = 0.0
+    first_fetch_cpu_s: float = 0.0
+    first_cpu_wait_s: float = 0.0
     fetch_s: float = 0.0
     fetch_cpu_s: float = 0.0
     cpu_wait_s: float | None = None
@@ -88,6 +94,7 @@ class WorkerMessage:
     memory: tuple[MemoryReading, ...] = ()
     cpus: tuple[int, ...] | None = None
     lines: tuple[HotLine, ...] = ()
+    first_lines: tuple[HotLine, ...] = ()
     data: StorageReading | None = None
     chunks: str | None = None
 
@@ -133,26 +140,45 @@ class FetchTimer:
     def __init__(self, sending: socket.socket, loader_id: int, in_pass: int = 0) -> None:
         self._socket = sending
         self._message = WorkerMessage(loader_id, os.getpid(), in_pass)
-        self._lines = LineTimes()
+        self._lines, self._first_lines = LineTimes(), LineTimes()
         self._began_s = self._last_sample = time.perf_counter()
         self._cpu_before_s = time.process_time()
         self.thread_id = threading.get_ident()
         self._thread_native = threading.get_native_id()
         self._cpu_clock = cpu_clock(self._thread_native)
+        self._thread_before_s = time.clock_gettime(self._cpu_clock)
+        self._beside: dict[int, float] = {}  # CPU time of threads that do not fetch, by their native number
         self._under_way: Clocks | None = None  # when the fetch under way began
         self._spent: Clocks = (0.0, 0.0, 0.0)
         self._sent = 0
         self._files = FilesRead()
+        self._before_pass: Clocks | None = None  # spent until then, while the first batch of a pass is to come
+
+    def begin_pass(self, original: Callable[..., None], *args: Any) -> None:
+        """Make torch's fetcher for a pass, which asks an iterable data set for its iterator: a part of fetching."""
+        self._before_pass = self._spent
+        self._measured(original, *args)
 
     def fetch(self, original: Callable[..., Any], *args: Any) -> Any:
         """One fetch, measured."""
+        batch = self._measured(original, *args)
+        message = self._message
+        message.batches += 1
+        if message.batches == 1:  # a data set opens its files as it is asked
+            message.chunks = compressed_chunks()
+        if self._before_pass is not None:
+            first_s, first_cpu_s, first_wait_s = _plus((0.0, 0.0, 0.0), self._before_pass, self._spent)
+            message.first_batches += 1
+            message.first_fetch_s += first_s
+            message.first_fetch_cpu_s += first_cpu_s
+            message.first_cpu_wait_s += first_wait_s
+            self._before_pass = None
+        return batch
+
+    def _measured(self, original: Callable[..., Any], *args: Any) -> Any:
         began = self._under_way = self._clocks()
         try:
-            batch = original(*args)
-            self._message.batches += 1
-            if self._message.batches == 1:  # a data set opens its files as it is asked
-                self._message.chunks = compressed_chunks()
-            return batch
+            return original(*args)
         finally:
             self._spent, self._under_way = _plus(self._spent, began, self._clocks()), None
 
@@ -166,6 +192,7 @@ class FetchTimer:
         switch_interval = SwitchInterval()
         switch_interval.apply()
         switch_interval.begin_wait(self._cpu_clock)
+        self._beside[threading.get_native_id()] = 0.0
         next_send = time.perf_counter() + SEND_EVERY_S
         jitter = Random()  # our own: the job's random numbers are the job's
         sampled, every_s = 0, EARLY_SAMPLE_EVERY_S
@@ -176,9 +203,11 @@ class FetchTimer:
             try:
                 if self._under_way and (stack := stack_of(self.thread_id)) is not None:
                     sampled += 1
-                    view = view_of(stack, FetchTimer.fetch.__code__)
+                    view = view_of(stack, FetchTimer._measured.__code__)
                     if view is not None:
                         self._lines.add(view, min(since, 5 * every_s))
+                        if self._before_pass is not None:
+                            self._first_lines.add(view, min(since, 5 * every_s))
                     self._files.look()
                 if now >= next_send:
                     next_send = now + (SEND_EVERY_S if self._sent < EARLY_MESSAGES else LATER_SEND_EVERY_S)
@@ -189,6 +218,16 @@ class FetchTimer:
                     raise
             every_s = switch_interval.every_s(EARLY_SAMPLE_EVERY_S if sampled < EARLY_SAMPLES else SAMPLE_EVERY_S)
             switch_interval.begin_wait(self._cpu_clock)
+
+    def _helpers_cpu_s(self) -> float:
+        """CPU time of threads that do a part of the fetching for it, as those of zarr, OpenCV or PyArrow do."""
+        for thread in threading.enumerate():  # torch's queue pickles and sends batches on a thread
+            if thread.name == "QueueFeederThread" and thread.native_id:
+                self._beside.setdefault(thread.native_id, 0.0)
+        for thread_number, before_s in self._beside.items():
+            self._beside[thread_number] = cpu_s(cpu_clock(thread_number)) or before_s  # it may have ended
+        own_s = time.clock_gettime(self._cpu_clock) - self._thread_before_s
+        return max(time.process_time() - self._cpu_before_s - own_s - sum(self._beside.values()), 0.0)
 
     def _look_at_memory(self) -> None:
         """Read the memory whenever the number of messages has doubled: the kernel walks all pages for it."""
@@ -213,12 +252,14 @@ class FetchTimer:
             spent = _plus(spent, under_way, self._clocks())
         message = self._message
         message.fetch_s, message.fetch_cpu_s, waited_s = spent
+        message.fetch_cpu_s += self._helpers_cpu_s()
         message.cpu_wait_s = None if cpu_times_s(self._thread_native) is None else waited_s
         message.idle_s = max(0.0, time.perf_counter() - self._began_s - message.fetch_s)
         message.process_cpu_s = time.process_time() - self._cpu_before_s
         message.read_bytes, message.reads = _read_so_far()
         message.cpus = allowed_cpus()
-        message.lines, message.data = self._lines.take(), self._files.take()
+        message.lines, message.first_lines = self._lines.take(), self._first_lines.take()
+        message.data = self._files.take()
         with contextlib.suppress(OSError):
             self._socket.send(pickle.dumps(message))
 
@@ -311,12 +352,21 @@ def _measure_fetches(timer: FetchTimer) -> None:
             return timer.fetch(_unmeasured, self, index)
 
         kind.fetch = fetch
+        begins = kind.__init__
+
+        def begin(self: Any, *args: Any, _begins: Callable[..., None] = begins, **kwargs: Any) -> None:
+            timer.begin_pass(partial(_begins, **kwargs), self, *args)
+
+        kind.__init__ = begin
 
 
 # How many workers' last messages are kept. A job that starts new workers for each pass has very many of them, and pids
 # are used again.
 MOST_WORKERS = 512
-SUMMED = ("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes", "reads")
+SUMMED = (
+    *("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes", "reads"),
+    *("first_batches", "first_fetch_s", "first_fetch_cpu_s", "first_cpu_wait_s"),
+)
 
 
 class WorkerTotals:
@@ -330,7 +380,7 @@ class WorkerTotals:
         self._read_in_pass: dict[int, int] = {}
         self._data: StorageReading | None = None
         self._chunks: str | None = None
-        self._lines = LineTimes()
+        self._lines, self._first_lines = LineTimes(), LineTimes()
         self._growth = LineGrowth(self._lines)
 
     def add(self, message: WorkerMessage, arrives_in_pass: int) -> None:
@@ -349,8 +399,9 @@ class WorkerTotals:
         self._data = self._data or message.data
         self._chunks = self._chunks or message.chunks
         self._lines.merge(message.lines)
+        self._first_lines.merge(message.first_lines)
         self._growth.note(self._sums["batches"])
-        self.last[key] = replace(message, lines=(), in_pass=arrives_in_pass)
+        self.last[key] = replace(message, lines=(), first_lines=(), in_pass=arrives_in_pass)
         if len(self.last) > MOST_WORKERS:
             del self.last[next(iter(self.last))]
 
@@ -364,6 +415,7 @@ class WorkerTotals:
             processes=self._processes,
             **self._sums,
             lines=self._lines.top(),
+            first_lines=self._first_lines.top(),
             growing_lines=self._growth.top(self._sums["batches"]),
             pss_bytes=round(statistics.mean(pss_bytes)) if pss_bytes else None,
             read_bytes_by_pass=tuple(size for _, size in sorted(self._read_in_pass.items())),
