@@ -25,6 +25,15 @@ def test_a_line_tells_what_it_is_mostly_inside_of_whatever_its_calls() -> None:
         assert one.top() == (HotLine("data.py:9", "read", 0.7, "open(path)", inside="PIL/ImageFile.py:load"),)
 
 
+def test_the_library_that_a_line_calls_counts_whatever_is_innermost() -> None:
+    lines = LineTimes()
+    lines.charge("data.py:9", "read", 0.3, "row[columns]")
+    for inner, seconds in (("concat", 0.2), ("take", 0.1), ("unique", 0.1)):
+        within = f"pandas/series.py:getitem pandas/{inner}.py:{inner}"
+        lines.charge("data.py:9", "read", seconds, "row[columns]", inside=within)
+    assert lines.top()[0].inside == "pandas/series.py:getitem pandas/concat.py:concat"
+
+
 def test_a_call_that_was_named_once_stays_named() -> None:
     lines = LineTimes()
     lines.charge("train.py:17", "main", 0.5)

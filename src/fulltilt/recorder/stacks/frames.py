@@ -478,7 +478,11 @@ class LineTimes:
                 texts[text, waits] += seconds
                 insides[inside] += seconds
             costliest = max(texts, key=lambda call: (call[0] is not None, texts[call]))
-            within = max(insides, key=insides.__getitem__)
+            # The function that is called first: the innermost ones may be so many that each has little.
+            called: Totals[str] = Totals()
+            for inside, seconds in insides.items():
+                called[_called(inside)] += seconds
+            within = max(insides, key=lambda inside: (called[_called(inside)], insides[inside]))
             found.append(HotLine(*key, sum(calls.values()) * scale, *costliest, within))
         return tuple(found)
 
@@ -488,6 +492,11 @@ class LineTimes:
 
     def _ranked(self) -> list[tuple[tuple[str, str], Totals[Call]]]:
         return sorted(self._lines.items(), key=lambda item: (-sum(item[1].values()), item[0]))
+
+
+def _called(inside: str | None) -> str:
+    """The first of the two functions that a line is inside of; empty for none."""
+    return (inside or "").partition(" ")[0]
 
 
 class LineGrowth:
