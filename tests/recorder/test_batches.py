@@ -59,7 +59,10 @@ class Ragged(NamedTuple):
         (SimpleNamespace(num_graphs=11, x=torch.zeros(99, 2)), None, 11),
         (SimpleNamespace(packed=PACKED, names=["a"] * 6), 12, 6),
         ((PACKED, torch.zeros(6)), None, 6),
-        (Ragged(torch.zeros(17, 2), torch.zeros(5)), 8, 17),  # not the two fields
+        (Ragged(torch.zeros(17, 2), torch.zeros(5)), None, 17),  # not the two fields
+        (Ragged(torch.zeros(17, 2), torch.zeros(5)), 8, None),  # packed texts, none of whose columns has eight
+        ((torch.zeros(900, 3), torch.zeros(1700, 2), torch.zeros(900)), 8, None),  # eight packed meshes
+        ({"points": torch.zeros(900, 3), "owner": torch.zeros(899)}, 8, None),
         (torch.tensor(3.0), None, None),
         ("text", None, None),
         (None, None, None),

@@ -40,9 +40,17 @@ def count_samples(batch: Any, hint: int | None = None, last: int | None = None, 
     if shape and hint in (None, shape[0]):
         return int(shape[0])
     counts = list(_counts(batch, DEEPEST))
-    if not counts:
-        return None
-    return hint if hint in counts else last if last in counts else counts[0]
+    if not counts or hint in counts:
+        return hint if counts else None
+    return last if last in counts else None if hint and _is_packed(batch) else counts[0]
+
+
+def _is_packed(batch: Any) -> bool:
+    """Whether it has columns of different length, as of samples packed one after another: meshes, texts, points."""
+    columns = tuple(batch.values()) if isinstance(batch, Mapping) else batch
+    if not isinstance(columns, tuple) or not all(hasattr(column, "ndim") for column in columns):
+        return False
+    return len({len(column) for column in columns if column.ndim}) > 1
 
 
 def _is_one_sample(shapes: Sequence[Any]) -> bool:
