@@ -29,7 +29,7 @@ from fulltilt.records import (
     Settings,
     Span,
 )
-from tests.diagnosis.examples import BATCH, gpu, gpu_rank, host, loader, rank, run_of, spans_of, workers
+from tests.diagnosis.examples import BATCH, gpu, gpu_rank, host, loader, machine, rank, run_of, spans_of, workers
 
 
 def found(judgement: object) -> Finding:
@@ -61,6 +61,16 @@ def test_no_line_costs_more_than_all_and_one_met_by_chance_is_no_evidence() -> N
     assert finding.evidence[1:] == ("1.48 s in main, train.py:10",)
 
 
+def test_a_vector_of_environments_should_step_in_processes() -> None:
+    """The line lay in a comprehension of its step: the advice was to step them every 100 steps, for 2.3 ×."""
+    call = HotLine("ppo.py:26", "main", 50.0, "envs.step(actions)")
+    for function in ("Maze.step.<locals>.<listcomp>", "Maze.look"):
+        acting = rank(loaders=(), loop_calls=(call,), host_lines=(HotLine("ppo.py:12", function, 48.0, "int(a)"),))
+        finding = found(host_code(gather(run_of(acting, on=machine(2.0), host_code=50.0, compute=50.0))))
+        assert finding.fix.startswith("envs.step(actions) at ppo.py:26: the environment is slow: step several at once")
+        assert finding.predicted_speedup == (1.0, 1.33)
+
+
 def test_logging_of_weights_should_be_rarer() -> None:
     lines = (HotLine("log.py:9", "dump_weights", 30.0, "json.dump(weights, file)"),)
     finding = found(host_code(gather(run_of(rank(host_lines=lines), host_code=30.0, compute=70.0))))
@@ -75,6 +85,7 @@ def test_logging_of_weights_should_be_rarer() -> None:
         ("bank.push(k)", "if training allows"),
         ("logits = head(x)", "make it cheaper, or do it less often if training allows"),
         ("copy.deepcopy(model)", "copy every 50 steps"),
+        ("auroc.compute()", "compute it every 50 steps or once an epoch"),
         ("torch.tensor(rows)", "give it one NumPy array"),
         ("torch.cuda.empty_cache()", "remove it"),
     ],

@@ -247,7 +247,8 @@ SLOW_ENVIRONMENT = (
 
 def steps_an_environment(line: HotLine) -> bool:
     """Whether this is reinforcement learning's ``step``: in a job without a loader, which makes its own experience."""
-    return re.search(r"\._?step$", line.function) is not None
+    inside = re.search(r"\._?step(\.<locals>.*)?$", line.function)
+    return inside is not None or re.search(r"env\w*\.step\(", line.call or "") is not None
 
 
 # For libraries that training draws from without a DataLoader: how to make several batches while the training runs.

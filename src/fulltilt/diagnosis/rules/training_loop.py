@@ -141,6 +141,7 @@ _ADVICE = (
     (r"plot|imshow|figure", "draw once an epoch"),
     (r"\b(as_|new_)?tensor\(", "it iterates over lists: give it one NumPy array (np.stack), or keep tensors"),
     (r"deepcopy|\.clone\(", "copy every {every} steps if training allows"),
+    (r"\.compute\(\)", "update the metric in each step, but compute it every {every} steps or once an epoch"),
     (r"gc\.collect|empty_cache", "remove it: memory is reused without it"),
     (r"\.numpy\(|\.tolist\(|\.item\(", "keep it in tensors and read it every {every} steps"),
 )
@@ -198,8 +199,11 @@ def host_code(evidence: Evidence) -> Judgement:
     fix = f"Find the slow code: {_OTHERWISE.format(every=100)}."
     # A line of the loop's own function is not inside the call.
     slow = call if thin or (call and lines and lines[0].function == call.function) else next(iter(lines), None)
-    if slow:
-        fix = _speed_up_line(slow, call or slow, share, _is_seldom(evidence), fed=evidence.loader is not None)
+    if slow and evidence.loader is None and (steps_an_environment(slow) or (call and steps_an_environment(call))):
+        fix = f"{call_at(call or slow)}: {SLOW_ENVIRONMENT}."
+        predicted = gain(1.0, amdahl(share * (1 - 1 / max(evidence.usable_cpus, 1.0))))
+    elif slow:
+        fix = _speed_up_line(slow, call or slow, share, _is_seldom(evidence))
     return found(evidence, "host_code", cost_s, facts, fix, slow.where if slow else None, predicted)
 
 
@@ -225,13 +229,11 @@ def _is_seldom(evidence: Evidence) -> bool:
     return steps <= THRESHOLDS.seldom_steps_share * sum(span.steps for span in spans)
 
 
-def _speed_up_line(line: HotLine, call: HotLine, share: float, seldom: bool, fed: bool) -> str:
+def _speed_up_line(line: HotLine, call: HotLine, share: float, seldom: bool) -> str:
     text = _QUOTED.sub(lambda quoted: quoted[0] if quoted[1] else '""', f"{line.call or ''} {line.function}".lower())
     advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, text)), _OTHERWISE)
     if line.waits:
         advice = _FOR_OTHERS
-    if not fed and steps_an_environment(line):
-        advice = SLOW_ENVIRONMENT
     if seldom and "{every}" in advice:
         advice = _SELDOM
     if advice is _OTHERWISE and re.search(r"\b(torch|np|numpy|linalg)\.", text):
