@@ -11,7 +11,7 @@ from fulltilt.diagnosis.ledger import hung_stretch
 from fulltilt.diagnosis.libraries import costly_call, keeps_workers, loader_call
 from fulltilt.diagnosis.predicted_gain import Gain, amdahl, expected, gain
 from fulltilt.diagnosis.thresholds import THRESHOLDS
-from fulltilt.figures import number, percent, seconds
+from fulltilt.figures import number, percent, seconds, speedup
 from fulltilt.records import Abstention, Finding, FindingCode, HotLine, LoaderRecord
 
 # A rule finds its cause, lacks the evidence to judge, or finds nothing.
@@ -176,10 +176,12 @@ def with_cheaper_call(
     batch = evidence.loader.batch_size if evidence.loader else None
     stored = f" ({chunks}{f'; a batch has {batch} samples' if batch else ''})" if chunks else ", where it is compressed"
     advice = f"{call_at(line)} {known.does.format(chunks=stored)}: {known.instead}."
-    if not known.easy:
-        return f"{fix} {advice}", predicted
     without = amdahl(evidence.data_wait_share * min(line.seconds / whole_s, 1.0))
-    return f"{advice} {fix}", gain(predicted[0], max(predicted[1], without))
+    if known.easy:
+        return f"{advice} {fix}", gain(predicted[0], max(predicted[1], without))
+    if without > predicted[1]:  # the gain that is predicted is that of what is advised first
+        advice += f" That alone: {speedup(gain(1.0, without))}."
+    return f"{fix} {advice}", predicted
 
 
 def at(where: str | None) -> str:

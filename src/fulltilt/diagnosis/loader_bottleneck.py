@@ -23,7 +23,10 @@ _SUMS = (
     *("constructed", "passes", "batches", "eval_batches", "samples", "wait_s", "wait_cpu_s"),
     *("pickled_workers", "pickle_s"),
 )
-_WORKER_SUMS = ("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes", "reads")
+_WORKER_SUMS = (
+    *("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes", "reads"),
+    *("first_batches", "first_fetch_s", "first_fetch_cpu_s", "first_cpu_wait_s"),
+)
 
 
 def one_loader_a_line(rank: RankRecord) -> RankRecord:
@@ -65,12 +68,47 @@ def _joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecor
         loader_id=first.loader_id,
         processes=max(record.processes for record in records),
         lines=joined_lines(line for record in records for line in record.lines),
+        first_lines=joined_lines(line for record in records for line in record.first_lines),
         growing_lines=joined_lines(line for record in records for line in record.growing_lines),
         pss_bytes=_largest(records, "pss_bytes"),
         cpus=_largest(records, "cpus"),
         chunks=next((record.chunks for record in records if record.chunks), None),
         read_bytes_by_pass=(),
         **{name: _sum(records, name) for name in _WORKER_SUMS},
+    )
+
+
+def without_first_batches(rank: RankRecord) -> RankRecord:
+    """The rank, its workers without the first batches of their passes where those took much longer than others.
+
+    There a worker imports modules, compiles and opens files: that says nothing of what a batch costs. An iterable data
+    set may fill a shuffle buffer, whose samples are in later batches.
+    """
+    indexed = {loader.loader_id for loader in rank.loaders if not loader.iterable}
+    return replace(
+        rank, workers=tuple(_later_batches(work) if work.loader_id in indexed else work for work in rank.workers)
+    )
+
+
+def _later_batches(work: WorkerRecord) -> WorkerRecord:
+    first_s, first_cpu_s, first_wait_s = work.first_fetch_s, work.first_fetch_cpu_s, work.first_cpu_wait_s
+    if not work.first_batches or first_s is None or first_cpu_s is None or first_wait_s is None:
+        return work
+    later = work.batches - work.first_batches
+    if later < THRESHOLDS.later_batches or first_s * later < THRESHOLDS.slow_first_batch * work.first_batches * (
+        work.fetch_s - first_s
+    ):
+        return work
+    firsts = {(line.where, line.function): line.seconds for line in work.first_lines}
+    lines = (replace(one, seconds=one.seconds - firsts.get((one.where, one.function), 0.0)) for one in work.lines)
+    return replace(
+        work,
+        batches=later,
+        fetch_s=work.fetch_s - first_s,
+        fetch_cpu_s=max(work.fetch_cpu_s - first_cpu_s, 0.0),
+        process_cpu_s=max(work.process_cpu_s - first_cpu_s, 0.0),
+        cpu_wait_s=None if work.cpu_wait_s is None else max(work.cpu_wait_s - first_wait_s, 0.0),
+        lines=joined_lines(line for line in lines if line.seconds > 0),
     )
 
 
@@ -189,10 +227,16 @@ def measure_supply(
         main_cpu_s=loader.wait_cpu_s / loader.batches,
         busy_share=None if queueing_s is None else min((workers.fetch_cpu_s + queueing_s) / workers.fetch_s, 1.0),
         idle_share=idle_share,
-        handover_main_share=min(loader.wait_cpu_s / loader.wait_s, 1.0) if loader.wait_s > 0 else 0.0,
+        handover_main_share=_handing_over(loader),
         handover_worker_share=outside_cpu_s / working_s,
         queueing_share=None if queueing_s is None else queueing_s / max(workers.fetch_cpu_s + queueing_s, 1e-9),
     )
+
+
+def _handing_over(loader: LoaderRecord) -> float:
+    """The share of the wait in which the training thread unpacks batches: its CPU time without that of the sampler."""
+    cpu_share = loader.wait_cpu_s / loader.wait_s if loader.wait_s > 0 else 0.0
+    return min(max(cpu_share - sampling_share(loader), 0.0), 1.0)
 
 
 def _paused_s(number: int, workers: WorkerRecord, spans: Spans) -> float:
@@ -289,7 +333,9 @@ def find_bottleneck(
     if is_oversubscribed(supply, threads_per_cpu):
         return Bottleneck.OVERSUBSCRIBED
     if supply.idle_share >= THRESHOLDS.idle_workers_share or _handover_explains(supply, delivered_samples_per_s):
-        return Bottleneck.HANDOVER
+        # Workers also idle while the training thread, which gives them their indices, runs the sampler.
+        sampled = sampling_share(loader) >= THRESHOLDS.guilty_function_share
+        return Bottleneck.SERIAL if sampled else Bottleneck.HANDOVER
     if supply.busy_share is not None:
         return Bottleneck.CPU if supply.busy_share >= THRESHOLDS.cpu_bound_share else Bottleneck.IO
     if supply.batch_cpu_s >= THRESHOLDS.cpu_bound_share * supply.batch_s:

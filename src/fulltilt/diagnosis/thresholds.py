@@ -62,6 +62,8 @@ class Thresholds:
     small_read_bytes: float = 48e3  # PIL reads large files in pieces of 64 KiB; below, files are small or scattered
     cold_factor: float = 3.0  # how many times as much a first pass must read, and wait, as later ones
     cold_bytes: float = 10e6  # less is read within a second by any disk
+    slow_first_batch: float = 2.0  # times a later one: then it also imports modules, compiles or opens files
+    later_batches: int = 8  # fewer say less of what a batch costs than all of them
     pickled_bytes: float = 10e6  # a worker's arguments without data take kilobytes
     pickling_start_s: float = 5.0  # of start-up: long enough to be annoying
     many_tensors: int = 64  # in a batch; on two CPUs 151 of them took 100 ms to hand over

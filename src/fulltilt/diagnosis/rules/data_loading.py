@@ -116,7 +116,7 @@ def input_serial(evidence: Evidence) -> Judgement:
         return _made_by_hand(evidence)
     if loader.batches and not loader.wait_s:
         return _drawn_by_own_thread(evidence, loader)
-    if sampling_share(loader) >= THRESHOLDS.sampling_share:
+    if loader.num_workers or sampling_share(loader) >= THRESHOLDS.sampling_share:
         return _slow_sampler(evidence, loader)
     if hung := hung_fetch(evidence, loader, "input_serial"):
         return hung

@@ -22,7 +22,7 @@ from fulltilt.diagnosis.predicted_gain import amdahl, by_removing, gain
 from fulltilt.diagnosis.rules.worker_count import gain_without_wait, workers_unmeasured
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.figures import count, number, percent, seconds, size, whole
-from fulltilt.records import Abstention, LoaderRecord
+from fulltilt.records import Abstention, Finding, LoaderRecord
 
 # --------------------------------------------------------------------------- handing over
 
@@ -123,6 +123,9 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         time_spent(evidence, "restarting the loader for each epoch", cost_s),
         f"{loader.passes} passes, {seconds(cost_s / (loader.passes - 1))} for each new one",
     ]
+    filling_s = min(_filling_s(evidence, loader) * (loader.passes - 1), cost_s)
+    if filling_s >= THRESHOLDS.recovered_low * cost_s:
+        return _slow_first_batch(evidence, loader, cost_s, filling_s, facts)
     made_anew, keeps = made_for_each_pass(loader), keeps_workers(loader)
     if loader.num_workers > 0 and keeps and (made_anew or not loader.persistent_workers):
         why = f"the DataLoader is made {loader.constructed} times" if made_anew else "persistent_workers=False"
@@ -132,6 +135,11 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         fix = f"Keep the workers alive{at(loader.where)}: {call}."
         if loader.start_method == "spawn":
             fix += " They are spawned, so each start imports the script and its modules again."
+    elif loader.iterable:
+        fix = (
+            f"Make fewer, longer passes{at(loader.where)}: let {loader.dataset} go through the data several times "
+            "(for k in range(n) in __iter__; repeat() of datasets and WebDataset)."
+        )
     else:
         fix = (
             f"Make fewer, longer passes{at(loader.where)}: RandomSampler(dataset, num_samples=k * len(dataset), "
@@ -144,6 +152,44 @@ def epoch_restart(evidence: Evidence) -> Judgement:
         # All batches of such a short pass are requested at its start: waiting for them is part of the restart.
         high = amdahl(share + evidence.data_wait_share)
     return found(evidence, "epoch_restart", cost_s, facts, fix, loader.where, gain(low, high))
+
+
+def _filling_s(evidence: Evidence, loader: LoaderRecord) -> float:
+    """How much longer an iterable data set takes for the first batch of a pass than for others, in its worker.
+
+    Workers that start anew also open the files of a data set with indices: those that stay would not.
+    """
+    work = next((work for work in evidence.rank.workers if work.loader_id == loader.loader_id), None)
+    if not loader.iterable or work is None or not work.first_batches or work.first_fetch_s is None:
+        return 0.0
+    others = work.batches - work.first_batches
+    later_s = (work.fetch_s - work.first_fetch_s) / others if others > 0 else 0.0
+    return max(work.first_fetch_s / work.first_batches - later_s, 0.0)
+
+
+def _slow_first_batch(
+    evidence: Evidence, loader: LoaderRecord, cost_s: float, filling_s: float, facts: list[str]
+) -> Finding:
+    """A data set that does much in each pass before it gives its first sample, as a shuffle buffer does."""
+    facts.append(
+        f"of it, {seconds(filling_s / (loader.passes - 1))} a pass is {loader.dataset} making its first batch, beyond "
+        "a later one: for example a shuffle buffer that is filled anew"
+    )
+    fix = (
+        f"Let {loader.dataset} give its first sample of a pass sooner{at(loader.where)}: a smaller shuffle buffer "
+        "(buffer_size=), or one that gives samples while it fills. Or go through the data several times in one pass "
+        "(for k in range(n) in __iter__; repeat() of datasets and WebDataset)."
+    )
+    if not loader.persistent_workers:
+        fix += (
+            " persistent_workers=True saves none of it, unless the data set keeps what it has made for the next pass."
+        )
+    work = next(work for work in evidence.rank.workers if work.loader_id == loader.loader_id)
+    # What fills the buffer has to be made all the same, and goes on beside the training only as fast as workers can.
+    cap = evidence.active_s * max(loader.num_workers, 1) / max(work.fetch_s - (work.cpu_wait_s or 0.0), 1e-9)
+    predicted = gain(1.0, amdahl(evidence.share(filling_s)), cap=max(cap, 1.0))
+    title = "Data loading: slow first batch of each pass"
+    return found(evidence, "epoch_restart", cost_s, facts, fix, loader.where, predicted, title=title)
 
 
 def dataset_pickled(evidence: Evidence) -> Judgement:
