@@ -407,6 +407,18 @@ def test_few_recompilations_or_none_are_left_alone() -> None:
 # --------------------------------------------------------------------------- validation_heavy
 
 
+def test_the_line_that_takes_most_of_a_validation_is_named() -> None:
+    """A bootstrap of scikit-learn's metrics was to be faster with larger batches."""
+    checking = loader(loader_id=2, role="eval", passes=5)
+    scores = HotLine("train.py:16", "interval", 40.0, "roc_auc_score(t, p)")
+    made = rank(loaders=(loader(), checking), validation_lines=(scores,))
+    finding = found(validation_heavy(gather(run_of(made, validation=50.0, compute=50.0))))
+    assert "of it, 80 % in interval, train.py:16 (roc_auc_score(t, p))" in finding.evidence
+    assert finding.fix.endswith(" Or make roc_auc_score(t, p) at train.py:16 cheaper.")
+    small = replace(made, validation_lines=(replace(scores, seconds=10.0),))
+    assert "roc_auc_score" not in found(validation_heavy(gather(run_of(small, validation=50.0, compute=50.0)))).fix
+
+
 def test_validation_every_few_steps_says_how_much_rarer() -> None:
     checking = loader(loader_id=2, role="eval", where="train.py:70", dataset="Held out", passes=50, batches=500)
     checking = replace(checking, wait_s=30.0)

@@ -41,6 +41,9 @@ class FakeState:
     def sampled(self, activity: Activity, view: StackView, weight_s: float) -> None:
         self.lines.append((view.kind, view.call, weight_s))
 
+    def sampled_in_validation(self, view: StackView, weight_s: float) -> None:
+        self.lines.append(("validation", view.call, weight_s))
+
 
 @dataclass
 class FakeIntervals:
@@ -99,6 +102,19 @@ def test_samples_in_a_pause_name_lines_and_divide_nothing(recorder: FakeRecorder
         sampler.take(0, EARLY_SAMPLE_EVERY_S)
     assert [weight for _, _, weight in recorder.state.lines] == [EARLY_SAMPLE_EVERY_S] * 3
     assert not sampler.split()  # the measured steps tell how these divide
+
+
+def test_samples_in_validation_name_lines_and_divide_nothing(recorder: FakeRecorder) -> None:
+    recorder.activity, recorder.eval_mode = Activity.USER, True
+    sampler = StackSampler(recorder)
+    sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+    assert [kind for kind, _, _ in recorder.state.lines] == ["validation"]
+    assert not sampler.split()
+    recorder.activity = Activity.DATA_WAIT  # for a batch of the validation's
+    sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+    recorder.activity, recorder.training = Activity.USER, False  # before the first step
+    sampler.take(time.perf_counter_ns(), EARLY_SAMPLE_EVERY_S)
+    assert len(recorder.state.lines) == 1
 
 
 def test_a_long_step_in_a_pause_is_sampled_all_the_time(recorder: FakeRecorder) -> None:

@@ -133,6 +133,7 @@ class RankState:
         self._computing_calls = LineTimes()
         self.sync_lines = LineTimes()
         self.checkpoint_lines = LineTimes()
+        self._validation_lines = LineTimes()
         self.syncs = 0.0
         self.copies = Copies()
         self.garbage = Garbage()
@@ -202,6 +203,11 @@ class RankState:
             where, function, call = view.called_at
             calls = self._loop_calls if view.kind == "host" else self._computing_calls
             calls.charge(where, function, weight_s, call)
+
+    def sampled_in_validation(self, view: StackView, weight_s: float) -> None:
+        """A stack sample of the user's own time while the job validates; of torch's work there no line is kept."""
+        if view.kind == "host":
+            self._validation_lines.add(view, weight_s)
 
     def waited_for_gpu(self, where: str, function: str, call: str, took_s: float, weight: float) -> None:
         """A call waited for the GPU; in a burst it has the ``weight`` of several."""
@@ -308,6 +314,7 @@ class RankState:
             computing_calls=() if on_gpu else self._computing_calls.top(),
             sync_lines=self.sync_lines.top(scale=scale),
             checkpoint_lines=self.checkpoint_lines.top(),
+            validation_lines=self._validation_lines.top(),
             syncs=round(scale * self.syncs),
             transfer=self.copies.record(scale),
             precision=records.PrecisionRecord(

@@ -114,7 +114,8 @@ class StackSampler:
             return
         if recorder.evaluation.in_sight and activity is Activity.USER:
             self._look_for_the_end_of_evaluation()
-        training = recorder.training and not recorder.state.evaluating(recorder.eval_mode)
+        evaluating = recorder.training and recorder.state.evaluating(recorder.eval_mode)
+        training = recorder.training and not evaluating
         if activity is Activity.BACKWARD and training and recorder.clock is None:
             self._take_in_backward()
             return
@@ -122,7 +123,9 @@ class StackSampler:
         if training and slipped and recorder.last_switch_ns > due_ns:
             self._missed()
         # In next() the thread fetches, or runs the sampler; within other activities no line is of use.
-        if not training or activity not in (Activity.USER, Activity.DATA_WAIT):
+        if activity is not Activity.USER and (activity is not Activity.DATA_WAIT or evaluating):
+            return
+        if not recorder.training:
             return
         after = recorder.previous
         stack = self._stack_in(activity)
@@ -135,6 +138,9 @@ class StackSampler:
         # activity began.
         on_time = since_sample_ns < 2e9 * every_s
         weight_s = every_s if on_time else max(min(since_sample_ns, now_ns - recorder.last_switch_ns), 0) * NS
+        if evaluating:
+            recorder.state.sampled_in_validation(view, weight_s)
+            return
         if activity is not Activity.USER:
             recorder.state.sampled(activity, view, weight_s)
             return

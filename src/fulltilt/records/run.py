@@ -463,6 +463,7 @@ class RankRecord:
     validates_at: str | None = None  # the line in or around the training loop that calls the validation
     sync_lines: tuple[HotLine, ...] = ()
     checkpoint_lines: tuple[HotLine, ...] = ()
+    validation_lines: tuple[HotLine, ...] = ()  # of the script's own code in validation, without what torch computes
     syncs: int = 0
     transfer: TransferRecord | None = None
     precision: PrecisionRecord | None = None

@@ -331,6 +331,10 @@ def validation_heavy(evidence: Evidence) -> Judgement:
         facts.append(f"only rank {alone.rank} validates, and the others wait for it: the ledger's {mean} are the mean")
     if loader and loader.passes and loader.role == "eval":
         facts.append(f"{count('pass', loader.passes)} over {loader.dataset}, {seconds(cost_s / loader.passes)} each")
+    own_code = next(iter(evidence.rank.validation_lines), None)
+    if own_code and own_code.seconds < THRESHOLDS.guilty_function_share * cost_s:
+        own_code = None
+    facts += [f"of it, {line_cost(own_code, cost_s)}"] if own_code else []
     every = rarer(share, THRESHOLDS.validation_target_share)
     left = share_left(share, every)
     high = amdahl(share * (1 - 1 / every))
@@ -353,7 +357,9 @@ def validation_heavy(evidence: Evidence) -> Judgement:
     if loader and loader.num_workers == 0 and not in_memory and (loader.role == "train" or waits):
         call = rewritten(evidence, loader, num_workers=2, persistent_workers=True)
         fix += f" Its loader{at(loader.where)} has no workers: {call}."
-    if loader is None:
+    if own_code:
+        fix += f" Or make {call_at(own_code)} cheaper."
+    elif loader is None:
         fix += " If it generates training data (rollouts, text), run several at once."
     else:
         fix += " Where its compute limits, a larger validation batch is faster and changes no result."

@@ -140,13 +140,16 @@ def divided_among(share: float, workers: int) -> float:
 
 
 def unplanned_gain(evidence: Evidence, workers: int) -> Gain:
-    """What the first workers of one of several loaders win: they divide its fetching, beside all else."""
+    """What the first workers win where there is no plan: they divide their loader's fetching, beside all else.
+
+    So it is with several loaders, and with batches whose samples cannot be counted.
+    """
     loader, supply = evidence.loader, evidence.supply
     low, high = gain_without_wait(evidence)
-    if loader is None or supply is None or supply.workers:
+    if loader is None or loader.num_workers:
         return low, high
     most = divided_among(evidence.share(loader.wait_s), workers)
-    room = _cpu_room(evidence, supply)
+    room = _cpu_room(evidence, supply) if supply is not None else None
     return gain(low, min(high, most, room if room is not None else most))
 
 
