@@ -122,14 +122,3 @@ def test_augmented_job_is_tuned_with_the_same_samples_in_order(script: str, tmp_
     assert tuned["order"] == plain["order"]
     assert after["ledger"]["buckets"]["data_wait_s"] < 0.8 * before["ledger"]["buckets"]["data_wait_s"]
     assert "same distribution" in json.dumps(after)
-
-
-def test_streamed_job_is_tuned_and_trains_as_before(tmp_path: Path) -> None:
-    if importlib.util.find_spec("webdataset") is None:
-        pytest.skip("webdataset is not installed (make test-clients)")
-    plain, _ = run("webdataset_shards", tmp_path / "plain", EPOCHS="4")
-    tuned, _ = run("webdataset_shards", tmp_path / "tuned", "--auto", EPOCHS="4")
-    (live,) = store.read_ranks(tmp_path / "tuned")[0].live
-    assert live.state == "settled"
-    assert [move.settings.num_workers for move in live.moves] == [1]
-    assert (tuned["order"], tuned["weights"]) == (plain["order"], plain["weights"])

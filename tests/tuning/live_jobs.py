@@ -110,7 +110,6 @@ def tuning(
             patch(f"{home}.decide", one.decide),
             patch(f"{home}.pays", one.pays),
             patch(f"{home}.pays_clearly", lambda *_: clearly),
-            patch("fulltilt.tuning.live.streamed.pays", one.pays),
             patch.object(BatchCheck, "begin", _begin_and_wait),
             patch("fulltilt.tuning.live.process.measure_capacity", lambda *_: capacity),
         ):

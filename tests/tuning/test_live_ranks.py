@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from fulltilt import store
 from fulltilt.errors import RunFolderError
@@ -262,20 +262,6 @@ def test_tasks_that_have_not_met_are_left_alone(tmp_path: Path) -> None:
         assert len(list(one.trains(DataLoader(Squares(SIZE), batch_size=2)))) == SIZE / 2
         assert (one.record.state, one.record.moves) == ("left_alone", ())
         assert "one of several tasks" in one.record.why
-
-
-class Streamed(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(SIZE))
-
-
-def test_a_streamed_data_set_is_left_alone_in_a_job_of_several_ranks(tmp_path: Path) -> None:
-    with tuning(tmp_path, []) as one:
-        one.session.state.world_size = 2
-        loader = one.trains(DataLoader(Streamed(), batch_size=2))
-        assert [len(list(loader)) for _ in range(3)] == [SIZE / 2] * 3
-        assert one.record.state == "left_alone"
-        assert "jobs of one rank only" in one.record.why
 
 
 # --------------------------------------------------------------------------- whole jobs

@@ -673,7 +673,8 @@ LEFT_ALONE = {
     "come out different in a worker": lambda path: DataLoader(OtherwiseInWorkers(SIZE), batch_size=2),
     "sampler Reacting": lambda path: DataLoader(Squares(SIZE), batch_size=2, sampler=Reacting()),
     "sampler is a list": lambda path: DataLoader(Squares(SIZE), batch_size=2, sampler=list(range(SIZE))),
-    "IterableDataset": lambda path: DataLoader(Stream(), batch_size=2, num_workers=1),
+    "an IterableDataset": lambda path: DataLoader(Stream(), batch_size=2),
+    "IterableDataset decides": lambda path: DataLoader(Stream(), batch_size=2, num_workers=1),
     "its class OwnWay": lambda path: OwnWay(Squares(SIZE), batch_size=2),
     "no fixed order": lambda path: DataLoader(Squares(SIZE), batch_size=2, num_workers=2, in_order=False),
 }

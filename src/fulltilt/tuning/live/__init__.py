@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from fulltilt.errors import FulltiltError
 from fulltilt.recorder.loaders import LoaderStats
-from fulltilt.recorder.loaders.loader_stats import is_iterable
 from fulltilt.recorder.session import Session
 from fulltilt.records import LiveRecord
 from fulltilt.tuning.live.controller import Capacity
@@ -23,7 +22,6 @@ from fulltilt.tuning.live.measurement import Knobs
 from fulltilt.tuning.live.process import TunedProcess
 
 if TYPE_CHECKING:
-    from fulltilt.tuning.live.streamed import StreamTuner
     from fulltilt.tuning.live.tuner import LoaderTuner
 
 # In the job's environment: tune only where batches stay bit for bit the same.
@@ -42,20 +40,18 @@ class Live(TunedProcess):
 
     def __init__(self, session: Session, limits: LiveLimits = DEFAULT, exact: bool = False) -> None:
         super().__init__(session, limits, exact)
-        self.tuners: dict[int, LoaderTuner | StreamTuner] = {}
+        self.tuners: dict[int, LoaderTuner] = {}
         self._announced: set[int] = set()  # loaders that the other ranks know to be left alone
 
     def begin(self, loader: Any, stats: LoaderStats, iterate: Callable[[Any], Any]) -> Any:
         """The iterator of a pass over a loader; ``iterate`` is torch's own ``DataLoader.__iter__``."""
         if os.getpid() != self.session.recorder.pid:
             return self.session.loaders.start_workers(partial(iterate, loader), stats)
-        from fulltilt.tuning.live.streamed import StreamTuner
         from fulltilt.tuning.live.tuner import LoaderTuner
 
         tuner = self.tuners.get(stats.loader_id)
         if tuner is None:
-            streams = is_iterable(loader) and not loader.num_workers
-            tuner = self.tuners[stats.loader_id] = (StreamTuner if streams else LoaderTuner)(self, stats)
+            tuner = self.tuners[stats.loader_id] = LoaderTuner(self, stats)
         return tuner.begin(loader, iterate)
 
     def records(self) -> tuple[LiveRecord, ...]:

@@ -218,13 +218,12 @@ class Pickled(pickle.Pickler):
     that a worker would not send as it is.
     """
 
-    def __init__(self, item: Any, is_batch: bool = True, with_generators: bool = False) -> None:
+    def __init__(self, item: Any, is_batch: bool = True) -> None:
         # Not to itself: a garbage collection on another thread would free the tensors of such a reference cycle.
         self._written = _Digest(math.inf if is_batch else MOST_STATE_BYTES)
         super().__init__(self._written, protocol=pickle.HIGHEST_PROTOCOL)
         self._is_batch = is_batch
         self._array_bytes_left = MOST_ARRAY_BYTES
-        self._with_generators = with_generators
         self._code: list[types.FunctionType | type] = []  # code of the data set
         self.tensors = 0
         self.unusual: str | None = None
@@ -262,10 +261,7 @@ class Pickled(pickle.Pickler):
             self._code.append(item)
             cells = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
             return list, ([*cells, item.__defaults__, item.__kwdefaults__],)
-        generators = _generator_types()
-        if self._with_generators and isinstance(item, generators):
-            return NotImplemented if not isinstance(item, torch.Generator) else (list, (item.get_state().tolist(),))
-        if isinstance(item, (*_LEFT_OUT, *generators)) or (isinstance(item, io.IOBase) and item.closed):
+        if isinstance(item, (*_LEFT_OUT, *_generator_types())) or (isinstance(item, io.IOBase) and item.closed):
             return int, ()
         self._code.append(type(item))
         how = type(item).__getstate__
@@ -543,21 +539,6 @@ def _mark_of(generator: Any) -> Any:
     return pickle.dumps(getattr(generator, "bit_generator", generator).state)
 
 
-@contextlib.contextmanager
-def kept_generators(own: torch.Generator | None) -> Iterator[None]:
-    """Restore the global generators, and the loader's ``own``, at the end."""
-    kept = []
-    for generator in (*_global_generators(), *([] if own is None else [own])):
-        of_python = isinstance(generator, random.Random)
-        get, put_back = ("getstate", "setstate") if of_python else ("get_state", "set_state")
-        kept.append((getattr(generator, put_back), getattr(generator, get)()))
-    try:
-        yield
-    finally:
-        for put_back_state, state in kept:
-            put_back_state(state)
-
-
 # System files, and those in which JIT compilers (oneDNN) list their code for `perf`.
 NO_DATA = ("/proc/", "/sys/", "/tmp/perf-")
 
@@ -596,11 +577,8 @@ def reason_against(loader: Any) -> str | None:
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         return f"its class {kind.__name__} overrides how a DataLoader iterates"
-    if isinstance(loader.dataset, IterableDataset) and loader.num_workers:
-        return (
-            "an IterableDataset divides its data among its workers: another number would lose or repeat samples, "
-            "unless the data set is written for it"
-        )
+    if isinstance(loader.dataset, IterableDataset):
+        return "an IterableDataset decides for each worker what it gives: another number may change the batches"
     if isinstance(loader.dataset, MapDataPipe):
         return "a DataPipe keeps state in each worker"
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):

@@ -50,11 +50,9 @@ class TunedProcess:
         self.session.state.learn_rank()
         return self.session.state.world_size == 1
 
-    def reason_of_job(self, streams: bool = False) -> str | None:
-        """Why no loader, or no streamed one, is tuned in this job; None where it may be."""
-        if not self.is_alone():
-            return "a streamed data set is tuned in jobs of one rank only" if streams else None
-        if store.is_task(Path(self.session.recorder.folder)):
+    def reason_of_job(self) -> str | None:
+        """Why no loader is tuned in this job; None where it may be."""
+        if self.is_alone() and store.is_task(Path(self.session.recorder.folder)):
             return "this is one of several tasks, and their ranks have no torch process group"
         return None
 
