@@ -28,18 +28,17 @@ from fulltilt.cli.main import main
 from fulltilt.cli.tune import _write_winner, end_study, run_study
 from fulltilt.errors import ForeignFiles, UsageError
 from fulltilt.recorder.job_command import job_command
-from fulltilt.records import HotLine, Settings, Trial
+from fulltilt.records import Settings, Trial
 from fulltilt.report.console import open_console
 from fulltilt.store import LineWriter, OwnedFolder, owned_folder, read_lines, write_json
 from fulltilt.tuning import study as study_module
-from fulltilt.tuning.next_trial import next_attempt
 from fulltilt.tuning.search_space import Attempt, Space
 from fulltilt.tuning.source_edit import fingerprint
 from fulltilt.tuning.study import KIND, STUDY_FILE, TRIALS_FILE, Study, StudyRecord, learned
 from fulltilt.tuning.trial.isolation import Isolation, choose
 from fulltilt.tuning.trial.throughput import Patience
 from fulltilt.tuning.verification import winner
-from tests.diagnosis.examples import loader, rank, run_of, workers
+from tests.diagnosis.examples import loader, rank, run_of
 
 IN_PLACE = Isolation("none")
 QUICK = Patience(wanted_error=0.2, least_blocks=3, least_s=0.15, most_s=1.0, block_s=0.05)
@@ -237,25 +236,17 @@ def test_a_study_does_not_go_on_with_a_script_that_has_changed(
     study.close()
 
 
-def test_the_first_trial_tells_of_a_lock_and_of_a_loader_made_each_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_workers_do_not_persist_where_the_loader_is_made_in_a_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("for epoch in range(9):\n    loader = DataLoader(ds)\n    train(loader)\n")
-    line = HotLine("train.py:8", "D.__getitem__", 60.0, "with LOCK", waits=True)
-    waiting = workers(fetch_s=100.0, fetch_cpu_s=10.0, process_cpu_s=12.0, idle_s=1.0, lines=(line,))
-    loaders = (loader(where="train.py:2", num_workers=2, wait_s=60.0),)
-    run = run_of(rank(loaders=loaders, workers=(waiting,)), data_wait=60.0, compute=40.0)
-    fresh = StudyRecord(("train.py",), str(tmp_path), (), "today")
-    record = learned(fresh, run, ["train.py"])
-    assert (record.lock, record.made_each_epoch) == ("train.py:8", True)
-    start = Trial(Settings(), "ok", 9.0, purpose="start", in_force=Settings(num_workers=2), data_wait_share=0.6)
+    run = run_of(rank(loaders=(loader(where="train.py:2", num_workers=2, wait_s=60.0),)), data_wait=60.0, compute=40.0)
+    record = learned(StudyRecord(("train.py",), str(tmp_path), (), "today"), run, ["train.py"])
     out = OwnedFolder.claim(tmp_path / "study", KIND).path
     write_json(out / STUDY_FILE, record)
     with contextlib.closing(Study(["train.py"], ["python", "train.py"], out, Space(4), IN_PLACE)) as study:
-        assert next_attempt([start], study.space) == Attempt(Settings(num_workers=1), "search", "next to 2 workers")
-    end_study(record, [start], out, apply=False)
-    assert "All workers wait for one lock (train.py:8)" in capsys.readouterr().out
+        assert not study.space.may_persist
 
 
 def test_what_the_budget_cuts_off_is_no_result_and_its_pair_is_made_anew(

@@ -150,17 +150,6 @@ def test_more_workers_than_there_is_room_for_lead_back_into_it() -> None:
     assert Bracket({8: 100.0}, 2).next_count() == 2
 
 
-def test_fewer_workers_are_tried_first_where_they_share_a_lock() -> None:
-    at_a_lock = Job({0: 230.0, 1: 240.0, 64: 240.0}, ceiling=9000.0, start=Settings(num_workers=8, batch_size=8))
-    tried = [trial.in_force.num_workers for trial in study(at_a_lock, Space(16, share_lock=True))]
-    assert tried[:4] == [8, 4, 2, 1]
-    assert max(count or 0 for count in tried) == 8
-    # Where fewer are slower after all, more are tried as ever.
-    shared_in_part = Job({0: 60.0, 1: 100.0, 16: 1600.0, 32: 1600.0}, 9000.0, Settings(num_workers=8, batch_size=8))
-    assert (won := winner(study(shared_in_part, Space(16, share_lock=True)))) is not None
-    assert (won.candidate.num_workers or 0) > 8
-
-
 def test_a_stream_without_workers_gets_none() -> None:
     """Each worker would give every sample: it was verified to be 2.1 × as fast, as the same training."""
     job = Job(COD, ceiling=900.0, start=Settings(num_workers=0, batch_size=64))

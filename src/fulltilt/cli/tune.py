@@ -42,7 +42,6 @@ from fulltilt.tuning.search_space import (
 from fulltilt.tuning.solutions import (
     changing_data_set_sentence,
     in_words,
-    lock_sentence,
     manual_steps,
     rate_words,
     show_solutions,
@@ -245,8 +244,6 @@ def show_study(
     if record.data_set_changes is not None and record.loader is not None:
         file = (record.loader.where or "").rpartition(":")[0]
         console.print(Text(changing_data_set_sentence(f"{file}:{record.data_set_changes}")))
-    if record.lock is not None:
-        console.print(Text(lock_sentence(record.lock)))
     return won
 
 

@@ -77,9 +77,9 @@ def _workers(trials: Sequence[Trial], space: Space, start: Trial) -> Attempt | N
     # From the start alone the ceiling would be too low: without pinned memory, copies take training time.
     ceiling = max(rate(trial) / max(1 - (trial.data_wait_share or 0.0), 1e-9) for trial in valid) or math.inf
     tried = ((_workers_of(trial), rate(trial) if is_valid(trial) else 0.0) for trial in seen)
-    bracket = replace(Bracket.of(tried, most, ceiling, wait), fewer_first=space.share_lock)
+    bracket = Bracket.of(tried, most, ceiling, wait)
     workers: int | None = min(space.expected_workers, most)
-    is_leap = len(seen) == 1 and workers not in bracket.rates and not space.share_lock
+    is_leap = len(seen) == 1 and workers not in bracket.rates
     if not is_leap:
         workers = bracket.next_count() if bracket.rates else None
     if workers is None:
@@ -128,7 +128,7 @@ class Bracket:
     """Brackets the best number of workers. ``rates`` are by number of workers, 0 where a trial failed.
 
     ``one`` is the expected rate of a single worker, ``ceiling`` what training can consume, ``to_beat`` the rate without
-    workers, ``most`` the most workers allowed. ``fewer_first``: halve the workers while that costs no speed.
+    workers, ``most`` the most workers allowed.
     """
 
     rates: Mapping[int, float]
@@ -136,7 +136,6 @@ class Bracket:
     one: float | None = None
     ceiling: float = math.inf
     to_beat: float = 0.0
-    fewer_first: bool = False
 
     # From the best to the next number beyond it.
     STEP = 1.5
@@ -166,9 +165,6 @@ class Bracket:
         """The number of workers to try next; None when none promises more."""
         if self._top == 0:
             return min(min(self.rates) // 2, self.most) or None  # all failed: fewer may fit into memory
-        fewest = min(self.rates)
-        if self.fewer_first and fewest > 1 and self.rates[fewest] >= self.SAME * self._top:
-            return min(fewest // 2, self.most)
         nearby = (count for count in self._next_to_best() if count <= self.most)
         promising = [count for count in nearby if self._could_beat(count)]
         return max(promising, key=self.hope, default=None)

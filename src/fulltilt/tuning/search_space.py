@@ -44,7 +44,7 @@ class Space:
     """What may be tried. ``memory_bytes`` limits the RAM of a trial; ``allow`` names settings that change training.
 
     ``workers_stay``: another number of workers could change what is trained. ``may_persist``: persistent workers change
-    nothing. ``share_lock``: workers were seen to wait for one lock.
+    nothing.
     """
 
     usable_cpus: float
@@ -52,7 +52,6 @@ class Space:
     memory_bytes: int | None = None
     workers_stay: bool = False
     may_persist: bool = True
-    share_lock: bool = False
 
     @property
     def most_workers(self) -> int:
@@ -176,23 +175,11 @@ def changes_data_set(source: str) -> int | None:
     return None
 
 
-def is_made_each_epoch(source: str, line: int) -> bool:
-    """Whether a loader made at this line lives for one epoch: the loop around it counts epochs, or iterates it.
-
-    A loop over folds or stages does not count: there the loader lives for several epochs.
-    """
+def is_made_in_a_loop(source: str, line: int) -> bool:
+    """Whether the code at this line is in the body of a loop: a loader made there may live for one epoch only."""
     try:
         module = ast.parse(source)
     except (SyntaxError, ValueError):
         return False
     loops = (node for node in ast.walk(module) if isinstance(node, ast.For | ast.While))
-    around = [loop for loop in loops if loop.body[0].lineno <= line <= (loop.end_lineno or 0)]
-    if not around:
-        return False
-    loop = max(around, key=lambda loop: loop.lineno)
-    head = [loop.test] if isinstance(loop, ast.While) else [loop.target, loop.iter]
-    made = (node for node in loop.body if node.lineno <= line <= (node.end_lineno or 0))
-    names = {ast.unparse(target) for node in made if isinstance(node, ast.Assign) for target in node.targets}
-    iterated = (part for node in loop.body if isinstance(node, ast.For) for part in ast.walk(node.iter))
-    drawn = {ast.unparse(part) for part in iterated if isinstance(part, ast.expr)}
-    return any("epoch" in ast.unparse(part).lower() for part in head) or bool(names & drawn)
+    return any(loop.body[0].lineno <= line <= (loop.end_lineno or 0) for loop in loops)

@@ -246,14 +246,6 @@ def changing_data_set_sentence(where: str) -> str:
     )
 
 
-def lock_sentence(where: str) -> str:
-    """Why no number of workers makes the loader faster."""
-    return (
-        f"All workers wait for one lock ({where}), and more workers would, too: hold it for a shorter time, or give "
-        "each worker its own file, handle or connection."
-    )
-
-
 def trial_line(number: int, trial: Trial, best: Trial | None) -> str:
     """The line printed for a trial that has ended."""
     shown = trial.in_force if is_valid(trial) else None

@@ -15,9 +15,8 @@ from pathlib import Path
 from statistics import fmean
 
 from fulltilt import __version__, store
-from fulltilt.diagnosis import diagnose
 from fulltilt.diagnosis.evidence import gather
-from fulltilt.diagnosis.findings import WORKERS_SHARE_LOCK, made_for_each_pass
+from fulltilt.diagnosis.findings import made_for_each_pass
 from fulltilt.errors import FulltiltError, RunFolderError, UsageError
 from fulltilt.probes.gpu import Gpus
 from fulltilt.probes.machine import describe_machine
@@ -30,7 +29,7 @@ from fulltilt.tuning.search_space import (
     Space,
     best_of,
     changes_data_set,
-    is_made_each_epoch,
+    is_made_in_a_loop,
     is_unsplit_stream,
     is_valid,
     rate,
@@ -58,8 +57,7 @@ class StudyRecord:
     """What is studied, and what the first trial showed about it.
 
     ``source_sha256`` is of the file that makes the loader, ``script_sha256`` of the script in the command;
-    ``data_set_changes`` is the line that changes the data set between epochs, ``lock`` the line of a lock for which
-    workers wait.
+    ``data_set_changes`` is the line that changes the data set between epochs.
     """
 
     command: tuple[str, ...]
@@ -73,7 +71,6 @@ class StudyRecord:
     data_set_changes: int | None = None
     script_sha256: str | None = None
     made_each_epoch: bool = False
-    lock: str | None = None
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -145,7 +142,6 @@ class Study:
             self._space,
             workers_stay=is_unsplit_stream(self.record.loader),
             may_persist=self.record.data_set_changes is None and not self.record.made_each_epoch,
-            share_lock=self.record.lock is not None,
         )
 
     def run(self, budget_s: float, trying: Callable[[Attempt, float], None], tried: Callable[[Trial], None]) -> None:
@@ -255,28 +251,25 @@ def time_limit_s(trials: Sequence[Trial], left_s: float, asked_s: float | None) 
 def learned(record: StudyRecord, run: Run, arguments: Sequence[str]) -> StudyRecord:
     """The record with what the first trial showed about the job: its loader and its optimizer."""
     evidence = gather(run)
-    source = _source_of(evidence.loader, arguments)
-    text = ""
+    loader = evidence.loader
+    source, text, made_again = _source_of(loader, arguments), "", False
     if source is not None:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             text = source.read_text(encoding="utf-8")
+    if loader is not None and loader.made_by is None:
+        line = int((loader.where or ":0").rpartition(":")[2])
+        # By the source, too: a trial may end within an epoch.
+        made_again = made_for_each_pass(loader) or is_made_in_a_loop(text, line)
     return replace(
         record,
-        loader=evidence.loader,
+        loader=loader,
         source_sha256=None if source is None else fingerprint(source),
         script_sha256=fingerprint(_script(arguments)),
         data_set_changes=changes_data_set(text),
-        made_each_epoch=evidence.loader is not None and _is_made_each_epoch(evidence.loader, text),
-        lock=next((finding.where for finding in diagnose(run) if finding.title == WORKERS_SHARE_LOCK), None),
+        made_each_epoch=made_again,
         optimizer=next(iter(evidence.rank.optimizers), None),
         learning_rate=evidence.rank.learning_rate,
     )
-
-
-def _is_made_each_epoch(loader: LoaderRecord, source: str) -> bool:
-    """As the trial saw it, or, since a trial may end within an epoch, by the source."""
-    line = int((loader.where or ":0").rpartition(":")[2])
-    return made_for_each_pass(loader) or (loader.made_by is None and is_made_each_epoch(source, line))
 
 
 def changed_file(record: StudyRecord, arguments: Sequence[str]) -> Path | None:
