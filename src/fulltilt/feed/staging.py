@@ -1,17 +1,18 @@
 """``stage_dir``: copies a data folder to tmpfs or a local disk if that pays, and deletes the copy at the end.
 
-    <stage>/<name>-<key>/files/…    the copy
+    <stage>/<name>-<key>/files/…    the copy; the key is of all names, sizes and times of change
+    <stage>/<name>-<key>/whole      written last
     <stage>/<name>-<key>/.fulltilt  the marker: what Fulltilt has put there, and may delete
 
-A complete file gets, as its modification time, the time at which its original was last changed (ctime): after an
-interruption the next run copies the files whose size or time differs, and removes those that the source no longer has.
-The original's own modification time would not do: rsync and tar set it, also on a file with new content.
+A copy is never changed: data that has changed gets another one, so that jobs which read the old one keep it. One that
+was interrupted is made anew, one that no job reads any more is deleted by the next job.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
@@ -20,15 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fulltilt.errors import DataError, MachineError, UsageError
+from fulltilt.errors import DataError, ForeignFiles, MachineError, UsageError
 from fulltilt.feed.disk_cache import free_disk_bytes
 from fulltilt.feed.progress import progress
+from fulltilt.figures import count
 from fulltilt.figures import size as in_words
 from fulltilt.probes.storage import read_storage
 from fulltilt.records import StorageReading
-from fulltilt.store.owned_folder import OwnedFolder
+from fulltilt.store.owned_folder import OwnedFolder, is_private, kind_of
 
-_FILES = "files"
+_FILES, _WHOLE = "files", "whole"
+_KIND = "staged copy"
 # The share left free on the stage: a full /dev/shm breaks DataLoader workers, a full tmpfs uses up the RAM.
 _SPARE_SHARE = 0.1
 _COPIERS = 8
@@ -82,18 +85,21 @@ def stage_dir(
     if not pays:
         return StagedFolder(source, None, reason)
     files = list(_files_below(source))
-    key = hashlib.blake2b(os.fsencode(source.resolve()), digest_size=6).hexdigest()
+    key = hashlib.blake2b(repr((source.resolve(), files)).encode(), digest_size=6).hexdigest()
     target = stage_path / f"{source.name}-{key}"
-    need = sum(size for _, size, _ in _missing(target, files))
+    for other in stage_path.glob(f"{glob.escape(source.name)}-*"):
+        if other != target and is_private(other, follow=False) and kind_of(other) == _KIND:
+            with contextlib.suppress(FileNotFoundError):  # another rank was first
+                _leave(OwnedFolder(other), os.open(other, os.O_RDONLY))
+    need = 0 if (target / _WHOLE).exists() else sum(size for _, size, _ in files)
+    free = free_disk_bytes(stage_path)
     if free is not None and need > free * (1 - _SPARE_SHARE):
         raise MachineError(
             f"staging needs {in_words(need)}; {stage_path} has {in_words(free)} free",
             "Stage to a larger file system, or train from the original folder.",
         )
-    copied, locks = _copy_all(source, target, files)
-    if copied is None:
-        return StagedFolder(source, None, f"another job reads {target}, which has files that the source no longer has")
-    return StagedFolder(target / _FILES, target, f"{reason}; {copied} of {len(files)} files copied", locks)
+    lock = _copy_all(source, target, files)
+    return StagedFolder(target / _FILES, target, f"{reason}; {count('file', len(files))} copied", [lock])
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ class StagedFolder:
     path: Path
     folder: Path | None
     reason: str
-    _locks: list[int] = field(default_factory=list, repr=False, compare=False)  # descriptors, until it is cleaned
+    _lock: list[int] = field(default_factory=list, repr=False, compare=False)  # a descriptor, until it is cleaned
 
     @property
     def staged(self) -> bool:
@@ -112,8 +118,8 @@ class StagedFolder:
 
     def clean(self) -> None:
         """Delete the copy, never the original. Of several jobs or ranks that read it, the last one deletes it."""
-        if self.folder is not None and self._locks:
-            _leave(OwnedFolder(self.folder), self._locks)
+        if self.folder is not None and self._lock:
+            _leave(OwnedFolder(self.folder), self._lock.pop())
 
     def __enter__(self) -> StagedFolder:
         return self
@@ -127,82 +133,50 @@ class StagedFolder:
 _File = tuple[str, int, int]  # path relative to the folder, size, time of the last change (ctime) in ns
 
 
-def _copy_all(source: Path, target: Path, files: list[_File]) -> tuple[int | None, list[int]]:
-    """Remove what the source no longer has and copy what is missing.
-
-    Returns how many files were copied, and two descriptors: the lock on the copy is held from before the copying, the
-    one on its files while they are read. None if another job reads a file that would have to be removed.
-    """
+def _copy_all(source: Path, target: Path, files: list[_File]) -> int:
+    """Make the copy unless it is whole. Returns a descriptor with a shared lock on it, held while it is read."""
     # Everybody may write to /dev/shm: the folder must be private.
-    owned = OwnedFolder.claim_private(target, "staged copy", flag="stage")
+    owned = OwnedFolder.claim_private(target, _KIND, flag="stage")
 
     def copy(file: _File) -> None:
-        name, size, time_ns = file
+        name, size, _ = file
         final = target / _FILES / name
         final.parent.mkdir(parents=True, exist_ok=True)
-        final.unlink(missing_ok=True)  # it may be a link
         shutil.copyfile(source / name, final)
         if final.stat().st_size != size:
             raise DataError(f"{source / name} did not arrive whole in {target}", "It may be changing meanwhile.")
-        os.utime(final, ns=(time_ns, time_ns))
 
-    copied = {parent for name, _, _ in files for parent in (Path(name), *Path(name).parents)} - {Path()}
-    wanted = {_FILES, *(f"{_FILES}/{path}" for path in copied)}
-    locks = [os.open(target, os.O_RDONLY)]
+    folders = {parent for name, _, _ in files for parent in Path(name).parents} - {Path()}
+    lock = os.open(target, os.O_RDONLY)
     try:
-        fcntl.flock(locks[0], fcntl.LOCK_SH)
+        fcntl.flock(lock, fcntl.LOCK_SH)
         with owned.locked("", wait=True), ThreadPoolExecutor(_COPIERS) as copiers:
-            locks.append(os.open(owned.make(_FILES), os.O_RDONLY))
-            present = (path.relative_to(target).as_posix() for path in (target / _FILES).rglob("*"))
-            stale = [name for name in present if name not in wanted and owned.owns(name)]
-            if stale and not _alone(locks[1]):
-                _leave(owned, locks)
-                return None, []
-            for name in stale:
-                owned.remove(name)
-            fcntl.flock(locks[1], fcntl.LOCK_SH)
-            missing = _missing(target, files)
-            owned.announce(*wanted)
-            for _ in progress(copiers.map(copy, missing), len(missing), f"Staging {source.name}"):
-                pass
+            if not owned.owns(_WHOLE):
+                if not owned.remove(_FILES):  # of a copy that was interrupted
+                    raise ForeignFiles(f"{target / _FILES} has files that are not Fulltilt's", "Remove it.")
+                owned.announce(_FILES, *(f"{_FILES}/{name}" for name in (*folders, *(name for name, _, _ in files))))
+                (target / _FILES).mkdir()
+                for _ in progress(copiers.map(copy, files), len(files), f"Staging {source.name}"):
+                    pass
+                owned.write(_WHOLE, b"")
     except BaseException as error:
-        while locks:
-            os.close(locks.pop())
+        _leave(owned, lock)
         if not isinstance(error, OSError):
             raise
         raise MachineError(
             f"staging to {target} failed: {error.strerror or error}",
-            "The next run goes on with what was copied; free some space, or train from the original folder.",
+            "Free some space, or train from the original folder.",
         ) from error
-    return len(missing), locks
+    return lock
 
 
-def _alone(lock: int) -> bool:
-    """Whether no other job holds a lock there; gives up the shared lock in any case."""
+def _leave(copy: OwnedFolder, lock: int) -> None:
+    """Give up the lock on a copy; the last job deletes it."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def _leave(copy: OwnedFolder, locks: list[int]) -> None:
-    """Give up the locks on a copy; the last job deletes it."""
-    if _alone(locks[0]):
+        copy.remove(_WHOLE)  # first: a kill may leave the rest
         copy.remove_all()
-    while locks:
-        os.close(locks.pop())
-
-
-def _missing(target: Path, files: list[_File]) -> list[_File]:
-    """The files that are not complete in the copy: those have its size and the time of its last change."""
-
-    def is_whole(file: _File) -> bool:
-        with contextlib.suppress(OSError):
-            status = (target / _FILES / file[0]).lstat()
-            return (status.st_size, status.st_mtime_ns) == file[1:]
-        return False
-
-    return [file for file in files if not is_whole(file)]
+    os.close(lock)
 
 
 def _files_below(folder: Path, below: str = "", above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[_File]:
