@@ -22,7 +22,6 @@ BLOCK_BYTES = 8 * 1024**2
 # Blocks hold a multiple of so many rows, so that every key in a block is aligned.
 ROWS_ALIGNMENT = 16
 DAMAGED = "The file is cut off or damaged, or links to a missing one: copy it again."
-_BRING = "Put the file back where it was, or copy all rows into one file."
 
 
 def _kind(dtype: Any) -> str:
@@ -224,8 +223,8 @@ def _column(file: Any, name: str, key: str) -> Column:
             f"It holds: {', '.join(f'{key}/{inner}' for inner in sorted(data))}." if hasattr(data, "keys") else None
         )
         raise UsageError(f"{name}: {key!r} is not an array of rows, but a group or a single value", inside)
-    for source in data.virtual_sources() if data.is_virtual else ():
-        _refuse_missing(name, key, source.file_name, source.dset_name)
+    if data.is_virtual:  # h5py gives zeros in the place of a source that is missing
+        raise UsageError(f"{name}: {key!r} is a virtual data set", "Give the files that it is made of.")
     try:
         # Rows are read in the machine's byte order.
         dtype = torch.from_numpy(numpy.empty(0, dtype=data.dtype.newbyteorder("="))).dtype
@@ -239,17 +238,3 @@ def _column(file: Any, name: str, key: str) -> Column:
         raise DataError(f"{name}: the rows of {key!r} are empty: its shape is {data.shape}", "Give another key.")
     row_bytes = math.prod(shape) * int(data.dtype.itemsize)
     return Column(key, shape, dtype, row_bytes, int(data.chunks[0]) if data.chunks else 1)
-
-
-def _refuse_missing(name: str, key: str, other: str, inner: str) -> None:
-    """Raise DataError for a virtual data set with a missing source, for which h5py would return zeros."""
-    if other == "." or "%b" in other + inner:  # the file itself; as many files as there are
-        return
-    found = next((path for path in (Path(other), Path(name).parent / other) if path.exists()), Path(other))
-    try:
-        with require_h5py().File(found, "r") as opened:
-            opened[inner]
-    except (OSError, KeyError) as error:
-        raise DataError(
-            f"{name}: rows of {key!r} come from {inner!r} in {other}, which is not there", _BRING
-        ) from error
