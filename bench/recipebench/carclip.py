@@ -17,7 +17,7 @@ from feedbench.measuring import plain_step, stock_loader
 from fulltilt.recipes.carclip import CarClipOptions
 from fulltilt.recipes.carclip.trainer import build, contrastive_loss
 from fulltilt.recipes.recipe import Request
-from fulltilt.recipes.synthetic import spread
+from fulltilt.recipes.synthetic import in_processes
 from fulltilt.recipes.synthetic.cars import CAPTIONS, COLUMNS, described, picture
 from fulltilt.train import Job, TrainSettings
 from recipebench.measuring import Bench, Repeated, stock_rate
@@ -143,7 +143,7 @@ def pictures(folder: Path, count: int) -> Path:
             table.writerow(
                 {**described(0, index)[1], "image": f"{index}.jpg", "split": "val" if index < 4 else "train"}
             )
-    for _ in spread(functools.partial(_write, folder), count):
+    for _ in in_processes(functools.partial(_write, folder), count):
         pass
     return folder
 

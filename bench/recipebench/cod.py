@@ -18,7 +18,7 @@ from fulltilt.recipes.cod import CodOptions
 from fulltilt.recipes.cod.data import Pair, Pictures
 from fulltilt.recipes.cod.trainer import build
 from fulltilt.recipes.recipe import Request
-from fulltilt.recipes.synthetic import spread
+from fulltilt.recipes.synthetic import in_processes
 from fulltilt.recipes.synthetic.cod import draw
 from fulltilt.train import Job, TrainSettings
 from recipebench.measuring import Bench, Repeated, stock_rate
@@ -116,7 +116,7 @@ def pictures(folder: Path, count: int) -> Path:
     for part in ("Train", "Test"):
         for kind in ("Image", "GT_Object"):
             (folder / part / kind).mkdir(parents=True)
-    for _ in spread(functools.partial(_write, folder), count + 1):
+    for _ in in_processes(functools.partial(_write, folder), count + 1):
         pass
     return folder
 

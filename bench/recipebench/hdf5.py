@@ -14,7 +14,7 @@ from feedbench.measuring import plain_step, stock_loader
 from feedbench.windows import SampleBySample
 
 from fulltilt.recipes.hdf5 import RECIPE, Hdf5Options
-from fulltilt.recipes.hdf5.data import FileShare, look
+from fulltilt.recipes.hdf5.data import FileShare, read_folder
 from fulltilt.recipes.hdf5.model import WindowNet, binary_loss
 from fulltilt.recipes.hdf5.trainer import build, reader
 from fulltilt.recipes.recipe import Request
@@ -51,7 +51,7 @@ def fed_figures(bench: Bench, data: Path, batch: int, turns: Turns, again: int) 
         }
     )
     request = Request(Hdf5Options(), settings, data, bench.work / "fed")
-    found = look(data, request.options)
+    found = read_folder(data, request.options)
     train = FileShare(found.train.files * again)
     with reader(request, train, training=True) as rows, reader(request, found.validation, training=False) as held:
         job = build(request, found, rows, held)

@@ -24,15 +24,6 @@ ROWS_ALIGNMENT = 16
 DAMAGED = "The file is cut off or damaged, or links to a missing one: copy it again."
 
 
-def _kind(dtype: Any) -> str:
-    """A dtype that is not numeric, in words."""
-    if dtype.names:
-        return f"records of {', '.join(dtype.names)}"
-    if (dtype.metadata or {}).get("vlen") in (str, bytes) or dtype.kind in "SU":
-        return "strings"
-    return "rows of differing length" if (dtype.metadata or {}).get("vlen") is not None else str(dtype)
-
-
 def require_h5py() -> Any:
     """The module h5py. Raises UsageError with the line that installs it."""
     try:
@@ -124,7 +115,6 @@ def describe(
 
     Raises UsageError for wrong names, DataError for damage.
     """
-    h5py = require_h5py()
     names = [str(name) for name in ([files] if isinstance(files, str | Path) else files)]
     if not names or not keys:
         raise UsageError("no HDF5 file or no key was given")
@@ -135,20 +125,8 @@ def describe(
     rows: list[int] = []
     columns: list[Column] = []
     for name in names:
-        if not Path(name).exists():
-            raise UsageError(f"the HDF5 file {name} does not exist")
-        if not Path(name).is_file():  # h5py would hang on a pipe
-            raise UsageError(f"the HDF5 file {name} is not a regular file")
-        try:
-            with h5py.File(name, "r") as file:
-                here = [_column(file, name, key) for key in keys]
-                lengths = {key: file[key].shape[0] for key in keys}
-        except BlockingIOError as error:
-            raise DataError(f"{name} is locked: {error}", "Close it where it is being written.") from error
-        except (OSError, KeyError) as error:
-            raise DataError(f"{name} cannot be read as HDF5: {error}", DAMAGED) from error
-        if len(set(lengths.values())) > 1:
-            raise DataError(f"{name}: its keys differ in length: {lengths}", "Each row needs a value under every key.")
+        count, here = _rows_and_columns(name, keys)
+        rows.append(count)
         columns = columns or here
         for own, other in zip(here, columns, strict=True):
             if str(own) != str(other):
@@ -156,7 +134,6 @@ def describe(
                     f"{name}: rows of {own.key!r} are {own}, but {other} in {names[0]}",
                     "Store them alike in every file, or leave that file out.",
                 )
-        rows.append(lengths[keys[0]])
     first, last = ([round(share * count) for count in rows] for share in part)
     used = tuple(end - start for start, end in zip(first, last, strict=True))
     source = Hdf5Table(tuple(names), used, tuple(columns), window, stride, tuple(first))
@@ -167,6 +144,62 @@ def describe(
             "More rows are needed, a shorter window, or another share of the files.",
         )
     return source
+
+
+def _rows_and_columns(name: str, keys: Sequence[str]) -> tuple[int, list[Column]]:
+    """How many rows a file has, and what each key holds. Raises UsageError, DataError."""
+    if not Path(name).exists():
+        raise UsageError(f"the HDF5 file {name} does not exist")
+    if not Path(name).is_file():  # h5py would hang on a pipe
+        raise UsageError(f"the HDF5 file {name} is not a regular file")
+    try:
+        with require_h5py().File(name, "r") as file:
+            columns = [_column(file, name, key) for key in keys]
+            lengths = {key: file[key].shape[0] for key in keys}
+    except BlockingIOError as error:
+        raise DataError(f"{name} is locked: {error}", "Close it where it is being written.") from error
+    except (OSError, KeyError) as error:
+        raise DataError(f"{name} cannot be read as HDF5: {error}", DAMAGED) from error
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"{name}: its keys differ in length: {lengths}", "Each row needs a value under every key.")
+    return lengths[keys[0]], columns
+
+
+def _column(file: Any, name: str, key: str) -> Column:
+    import numpy
+
+    if key not in file:
+        raise UsageError(f"{name} has no key {key!r}", f"It has: {', '.join(sorted(file)) or 'none'}.")
+    data = file[key]
+    if not getattr(data, "shape", None):
+        inside = (
+            f"It holds: {', '.join(f'{key}/{inner}' for inner in sorted(data))}." if hasattr(data, "keys") else None
+        )
+        raise UsageError(f"{name}: {key!r} is not an array of rows, but a group or a single value", inside)
+    if data.is_virtual:  # h5py gives zeros in the place of a source that is missing
+        raise UsageError(f"{name}: {key!r} is a virtual data set", "Give the files that it is made of.")
+    try:
+        # Rows are read in the machine's byte order.
+        dtype = torch.from_numpy(numpy.empty(0, dtype=data.dtype.newbyteorder("="))).dtype
+    except TypeError as error:
+        raise DataError(
+            f"{name}: {key!r} holds {_kind(data.dtype)}, not numbers of one kind and rows of one length",
+            "Store it as integers or floating-point numbers, padded to one length, or give another key.",
+        ) from error
+    shape = tuple(int(size) for size in data.shape[1:])
+    if 0 in shape:
+        raise DataError(f"{name}: the rows of {key!r} are empty: its shape is {data.shape}", "Give another key.")
+    row_bytes = math.prod(shape) * int(data.dtype.itemsize)
+    return Column(key, shape, dtype, row_bytes, int(data.chunks[0]) if data.chunks else 1)
+
+
+def _kind(dtype: Any) -> str:
+    """A dtype that is not numeric, in words."""
+    if dtype.names:
+        return f"records of {', '.join(dtype.names)}"
+    if (dtype.metadata or {}).get("vlen") in (str, bytes) or dtype.kind in "SU":
+        return "strings"
+    return "rows of differing length" if (dtype.metadata or {}).get("vlen") is not None else str(dtype)
 
 
 class BlockReader:
@@ -210,31 +243,3 @@ class BlockReader:
             part[: block.rows * column.row_bytes].view(column.dtype).view(block.rows, *column.shape)
             for column, part in zip(self.source.columns, keys, strict=True)
         ]
-
-
-def _column(file: Any, name: str, key: str) -> Column:
-    import numpy
-
-    if key not in file:
-        raise UsageError(f"{name} has no key {key!r}", f"It has: {', '.join(sorted(file)) or 'none'}.")
-    data = file[key]
-    if not getattr(data, "shape", None):
-        inside = (
-            f"It holds: {', '.join(f'{key}/{inner}' for inner in sorted(data))}." if hasattr(data, "keys") else None
-        )
-        raise UsageError(f"{name}: {key!r} is not an array of rows, but a group or a single value", inside)
-    if data.is_virtual:  # h5py gives zeros in the place of a source that is missing
-        raise UsageError(f"{name}: {key!r} is a virtual data set", "Give the files that it is made of.")
-    try:
-        # Rows are read in the machine's byte order.
-        dtype = torch.from_numpy(numpy.empty(0, dtype=data.dtype.newbyteorder("="))).dtype
-    except TypeError as error:
-        raise DataError(
-            f"{name}: {key!r} holds {_kind(data.dtype)}, not numbers of one kind and rows of one length",
-            "Store it as integers or floating-point numbers, padded to one length, or give another key.",
-        ) from error
-    shape = tuple(int(size) for size in data.shape[1:])
-    if 0 in shape:
-        raise DataError(f"{name}: the rows of {key!r} are empty: its shape is {data.shape}", "Give another key.")
-    row_bytes = math.prod(shape) * int(data.dtype.itemsize)
-    return Column(key, shape, dtype, row_bytes, int(data.chunks[0]) if data.chunks else 1)

@@ -14,7 +14,7 @@ from fulltilt.errors import MachineError, StoppedEarly, UsageError
 from fulltilt.train import checkpoint, cuda_graphs, optimizers, train_state, weight_import
 from fulltilt.train.checkpoint import KeepPolicy, Writer, check_space, newest_complete
 from fulltilt.train.config import TrainSettings
-from fulltilt.train.data_source import BatchSource, PlannedSource, make_source
+from fulltilt.train.data_source import BatchSource, PlannedSource, Source, make_source
 from fulltilt.train.distributed import (
     Group,
     LossModule,
@@ -139,9 +139,32 @@ def build(
     shown = screen or TrainingScreen(out, speaks=group.first)
     stepper = _stepper(job, settings, group, shown, cleanup)
 
+    data, eval_data = _sources(job, settings, group, out, shown, cleanup)
+    writer = Writer(root, policy, stepper.placement.saving)
+    state = TrainState(job, settings, out, stepper, data, eval_data, writer, shown)
+    cleanup.callback(state.unfreeze)
+    enter_stage(state, 0)
+    state.flattened()  # now, not at the first save, raises the error for what cannot be saved
+    size = expected_bytes(job.model, stepper.optimizer, averaged=stepper.ema is not None)
+    if group.first:
+        check_space(root, size, policy)
+    state.writer.longest_save_s = size / SLOW_DISK_BYTES_PER_S  # until one has been measured
+    return state
+
+
+def _sources(
+    job: Job,
+    settings: TrainSettings,
+    group: Group,
+    out: Path,
+    screen: TrainingScreen,
+    cleanup: contextlib.ExitStack,
+) -> tuple[Source, Source | None]:
+    """The sources of the training's and the evaluation's batches. Raises UsageError for data without a step."""
+    info = group.info
     shares = divided(settings.batch_size, settings.workers, info)
-    if not group.alone and device.type == "cpu":
-        shown.say(f"Using {info.world_size} processes on the CPU for training")
+    if not group.alone and group.device.type == "cpu":
+        screen.say(f"Using {info.world_size} processes on the CPU for training")
     plan = EpochPlan(
         samples=0,
         batch_size=settings.batch_size,
@@ -151,11 +174,11 @@ def build(
         world_size=info.world_size,
         drop_last=settings.drop_last,
     )
-    where: dict[str, Any] = {"device": device, "stack_log": out / f"stacks.rank-{info.rank}.log"}
+    where: dict[str, Any] = {"device": group.device, "stack_log": out / f"stacks.rank-{info.rank}.log"}
     data = make_source(job.data, plan, settings, job.collate, job.augment, **where)
     cleanup.callback(data.close)
     if not group.alone and isinstance(data, PlannedSource):  # ready batches are divided by their loader
-        shown.say(shares)
+        screen.say(shares)
     if data.steps_per_epoch() is None and settings.max_steps is None:
         raise UsageError("the data has no length, so the end of an epoch is not known", "Set max_steps.")
     if data.steps_per_epoch() == 0:
@@ -172,18 +195,8 @@ def build(
         eval_data = make_source(job.eval_data, whole, settings, job.collate, job.eval_augment, **where)
         cleanup.callback(eval_data.close)
     if settings.monitor is not None and eval_data is None:
-        shown.warn(f"monitor: {settings.monitor} is never measured, because there is no eval_data")
-
-    writer = Writer(root, policy, stepper.placement.saving)
-    state = TrainState(job, settings, out, stepper, data, eval_data, writer, shown)
-    cleanup.callback(state.unfreeze)
-    enter_stage(state, 0)
-    state.flattened()  # now, not at the first save, raises the error for what cannot be saved
-    size = expected_bytes(job.model, stepper.optimizer, averaged=stepper.ema is not None)
-    if group.first:
-        check_space(root, size, policy)
-    state.writer.longest_save_s = size / SLOW_DISK_BYTES_PER_S  # until one has been measured
-    return state
+        screen.warn(f"monitor: {settings.monitor} is never measured, because there is no eval_data")
+    return data, eval_data
 
 
 @contextlib.contextmanager

@@ -148,7 +148,7 @@ def capture(
     try:
         # After a failed capture older torch stays on its stream: entering the current one here leads back to it.
         with torch.cuda.stream(torch.cuda.current_stream(device)), constants:
-            _renew_ends(parameters)
+            _renew_gradient_nodes(parameters)
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP):
                     warm = pytree.tree_leaves(call(inputs))
@@ -164,7 +164,7 @@ def capture(
             gradients: tuple[torch.Tensor | None, ...] = ()
             if parameters:
                 with capturing(backward):
-                    gradients = _apart(_gradients_of(leaves, output_gradients, parameters))
+                    gradients = _in_own_memory(_gradients_of(leaves, output_gradients, parameters))
         if (change := host.change()) is not None:
             raise RuntimeError(f"its forward {change}, which a replay would not")
         generator.set_state(drawn)
@@ -195,9 +195,9 @@ class PendingBackward:
         """Set ``done`` when a gradient reaches one of the tensors of ``result``."""
         for out in pytree.tree_leaves(result):
             if isinstance(out, torch.Tensor) and out.grad_fn is not None:
-                out.register_hook(self._came)  # type: ignore[no-untyped-call, unused-ignore]
+                out.register_hook(self._mark_done)  # type: ignore[no-untyped-call, unused-ignore]
 
-    def _came(self, _gradient: torch.Tensor) -> None:
+    def _mark_done(self, _gradient: torch.Tensor) -> None:
         self.done = True
 
 
@@ -241,7 +241,7 @@ def _gradients_of(
     )
 
 
-def _renew_ends(parameters: Sequence[torch.nn.Parameter]) -> None:
+def _renew_gradient_nodes(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Make the next forward create new AccumulateGrad nodes.
 
     A parameter's node lives as long as any autograd graph that ends in it, such as that of the last loss, and keeps
@@ -256,7 +256,7 @@ def _renew_ends(parameters: Sequence[torch.nn.Parameter]) -> None:
         parameter.data = data
 
 
-def _apart(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+def _in_own_memory(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """Gradients that share no memory: in ``a + b`` both get the same tensor, and clipping is in place."""
     places = [None if gradient is None else gradient.untyped_storage().data_ptr() for gradient in gradients]
     return tuple(
@@ -284,7 +284,7 @@ class GraphedModel:
         self._eager = called.forward
         self._graphs: dict[Any, CapturedCall | None] = {}  # None: it cannot be captured
         self._seen: dict[Any, int] = {}
-        self._parts: dict[bool, _Parts] = {}  # for training, and for evaluation
+        self._states: dict[bool, _ModelState] = {}  # for training, and for evaluation
         # A replay overwrites the activations of the one before; a capture during another forward would fail.
         self._pending: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self._pool: Any = None
@@ -305,7 +305,7 @@ class GraphedModel:
         any_there = any(self._graphs.values())
         self._graphs.clear()
         self._seen.clear()
-        self._parts.clear()
+        self._states.clear()
         self._pool = None
         return any_there
 
@@ -341,12 +341,12 @@ class GraphedModel:
         # Hooks on saved tensors (activation checkpointing, offloading) would see none.
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return False
-        if training in self._parts and self._parts[training].changed():
+        if training in self._states and self._states[training].changed():
             self.forget()
-        if training not in self._parts:
-            self._parts[training] = _Parts(self._model)
+        if training not in self._states:
+            self._states[training] = _ModelState(self._model)
         # A replay overwrites the gradients: those of another backward would be lost.
-        if training and any(parameter.grad is not None for parameter in self._parts[True].trained):
+        if training and any(parameter.grad is not None for parameter in self._states[True].trained):
             return False
         return all(_fits(value) for value in values)
 
@@ -364,7 +364,7 @@ class GraphedModel:
         return self._graphs[key]
 
     def _capture(self, tensors: list[torch.Tensor], call: Call) -> CapturedCall | None:
-        trained = self._parts[True].trained if self._model.training else []
+        trained = self._states[True].trained if self._model.training else []
         if not has_room(tensors[0].device, trained):
             return None
         try:
@@ -382,7 +382,7 @@ class GraphedModel:
             return None
 
 
-class _Parts:
+class _ModelState:
     """The modules and parameters of a model, and their modes and places when it was captured."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -390,13 +390,13 @@ class _Parts:
         # Other kinds of parameters have no memory of their own.
         self._plain = [parameter for parameter in self._parameters if type(parameter) is torch.nn.Parameter]
         self.trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        self._stood = self._stand()
+        self._captured = self._now()
 
     def changed(self) -> bool:
         """Whether a module's mode, or a parameter's requires_grad or address, is another one now."""
-        return self._stand() != self._stood
+        return self._now() != self._captured
 
-    def _stand(self) -> tuple[list[bool], list[bool], list[int]]:
+    def _now(self) -> tuple[list[bool], list[bool], list[int]]:
         return (
             [module.training for module in self._modules],
             [parameter.requires_grad for parameter in self._parameters],

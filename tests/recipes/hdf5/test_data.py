@@ -11,7 +11,7 @@ import pytest
 
 from fulltilt.errors import DataError, FulltiltError, MachineError, UsageError
 from fulltilt.recipes.hdf5 import Hdf5Options
-from fulltilt.recipes.hdf5.data import look
+from fulltilt.recipes.hdf5.data import read_folder
 from fulltilt.recipes.synthetic import hdf5 as synthetic
 from fulltilt.recipes.synthetic import make_folder
 from fulltilt.store.owned_folder import MARKER
@@ -44,7 +44,7 @@ def test_files_called_val_or_test_are_held_out(
 ) -> None:
     for name in files:
         write(tmp_path / name)
-    found = look(tmp_path, Hdf5Options(val_share=0.25))
+    found = read_folder(tmp_path, Hdf5Options(val_share=0.25))
     shown = [[str(p.relative_to(tmp_path)) for p in part.files] for part in (found.train, found.validation)]
     if train is None:
         assert shown == [sorted(files)] * 2
@@ -56,21 +56,21 @@ def test_files_called_val_or_test_are_held_out(
 
 def test_labels_are_counted_over_the_rows_that_train(tmp_path: Path) -> None:
     write(tmp_path / "one.h5", labels=np.array([1] * 10 + [0] * 20 + [1] * 10))
-    found = look(tmp_path, Hdf5Options(val_share=0.25))
+    found = read_folder(tmp_path, Hdf5Options(val_share=0.25))
     assert (found.positives, found.negatives, found.pos_weight) == (10, 20, 2.0)
 
 
 def test_several_keys_and_long_recordings(tmp_path: Path) -> None:
     write(tmp_path / "a.h5", more=np.zeros((40, 8, 2), "f2"))
-    assert look(tmp_path, Hdf5Options(features="features, more")).feature_count == 5
+    assert read_folder(tmp_path, Hdf5Options(features="features, more")).feature_count == 5
     write(tmp_path / "a.h5", shape=(3,))
-    assert look(tmp_path, Hdf5Options(window=5, stride=2, val_share=0.3)).feature_count == 3
+    assert read_folder(tmp_path, Hdf5Options(window=5, stride=2, val_share=0.3)).feature_count == 3
 
 
 def test_mistakes_are_told_with_file_key_and_row(tmp_path: Path) -> None:
     def told(kind: type[FulltiltError], path: Path = tmp_path, **options: object) -> str:
         with pytest.raises(kind) as caught:
-            look(path, Hdf5Options(**options))  # type: ignore[arg-type]
+            read_folder(path, Hdf5Options(**options))  # type: ignore[arg-type]
         text = str(caught.value)
         assert len(text.splitlines()) <= 3
         return text
@@ -157,7 +157,7 @@ def test_what_is_no_number_is_named_with_what_to_do(labels: object, told: str, t
     """Seen to fail: "holds object, which torch does not have", and no remedy."""
     path = write(tmp_path / "a.h5", labels=labels)
     with pytest.raises(DataError, match=told) as raised:
-        look(tmp_path, Hdf5Options())
+        read_folder(tmp_path, Hdf5Options())
     assert str(path) in raised.value.what
     assert raised.value.remedy
 
@@ -167,9 +167,9 @@ def test_rows_of_differing_length_and_groups_are_named(tmp_path: Path) -> None:
         file.create_dataset("ragged", (40,), dtype=h5py.vlen_dtype(np.float32))
         file["all/x"] = np.zeros((40, 8, 3))
     with pytest.raises(DataError, match="'ragged' holds rows of differing length"):
-        look(tmp_path, Hdf5Options(features="ragged"))
+        read_folder(tmp_path, Hdf5Options(features="ragged"))
     with pytest.raises(UsageError, match="'all' is not an array of rows, but a group") as raised:
-        look(tmp_path, Hdf5Options(features="all"))
+        read_folder(tmp_path, Hdf5Options(features="all"))
     assert raised.value.remedy == "It holds: all/x."
 
 
@@ -177,4 +177,4 @@ def test_files_that_differ_are_told_apart(tmp_path: Path) -> None:
     write(tmp_path / "a.h5")
     write(tmp_path / "b.h5", features=np.zeros((40, 8, 3), "f8"))
     with pytest.raises(DataError, match=r"rows of 'features' are float64\[8, 3\], but float32\[8, 3\] in .*a\.h5"):
-        look(tmp_path, Hdf5Options())
+        read_folder(tmp_path, Hdf5Options())

@@ -16,7 +16,7 @@ import pytest
 from fulltilt.cli import main as command
 from fulltilt.errors import UsageError
 from fulltilt.recipes import synthetic
-from fulltilt.recipes.synthetic import spread
+from fulltilt.recipes.synthetic import in_processes
 from fulltilt.store.owned_folder import MARKER, OwnedFolder
 
 
@@ -127,7 +127,7 @@ def touch(folder: Path, numbers: range) -> None:
 
 
 def test_pieces_cover_everything_once(tmp_path: Path) -> None:
-    assert list(spread(functools.partial(touch, tmp_path), 120)) == list(range(120))
+    assert list(in_processes(functools.partial(touch, tmp_path), 120)) == list(range(120))
     assert {path.name for path in tmp_path.iterdir()} == {str(number) for number in range(120)}
 
 
@@ -138,7 +138,7 @@ def touch_slowly(folder: Path, numbers: range) -> None:
 
 def test_what_is_not_begun_is_left_when_somebody_stops_it(tmp_path: Path) -> None:
     """Seen to fail: Ctrl-C waited until everything was made."""
-    begun = spread(functools.partial(touch_slowly, tmp_path), 5000)
+    begun = in_processes(functools.partial(touch_slowly, tmp_path), 5000)
     next(begun)
     begun.close()
     assert len([*tmp_path.iterdir()]) < 2500

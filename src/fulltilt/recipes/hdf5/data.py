@@ -45,7 +45,7 @@ def keys_of(options: Hdf5Options) -> list[str]:
     return [*(key.strip() for key in options.features.split(",")), options.labels]
 
 
-def look(folder: Path, options: Hdf5Options) -> Hdf5Data:
+def read_folder(folder: Path, options: Hdf5Options) -> Hdf5Data:
     """Find the files, check keys, shapes and every label. Raises UsageError and DataError that name file and row."""
     train, validation = split(hdf5_files(folder), folder, options.val_share)
     keys = keys_of(options)

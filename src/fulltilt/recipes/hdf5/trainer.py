@@ -17,7 +17,7 @@ from fulltilt.feed.staging import stage_dir
 from fulltilt.figures import count
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.recipes.hdf5 import Hdf5Options
-from fulltilt.recipes.hdf5.data import FileShare, Hdf5Data, keys_of, look
+from fulltilt.recipes.hdf5.data import FileShare, Hdf5Data, keys_of, read_folder
 from fulltilt.recipes.hdf5.model import WindowNet, binary_loss, summary
 from fulltilt.recipes.recipe import Request
 from fulltilt.train.distributed import device_of, rank_from_env
@@ -28,7 +28,7 @@ from fulltilt.train.random_states import seed_everything
 
 def check(request: Request) -> None:
     """Check the files and every label. Raises UsageError, DataError."""
-    look(request.data, request.options)
+    read_folder(request.data, request.options)
 
 
 def run(request: Request) -> Mapping[str, float]:
@@ -38,7 +38,7 @@ def run(request: Request) -> Mapping[str, float]:
     screen.debugging = screen.debugging and options.profile_performance
     with contextlib.ExitStack() as cleanup:
         folder = _staged(request, screen, cleanup)
-        found = look(folder, options)
+        found = read_folder(folder, options)
         data = cleanup.enter_context(reader(request, found.train, training=True))
         eval_data = cleanup.enter_context(reader(request, found.validation, training=False))
         screen.say(_described(found, data))
@@ -101,7 +101,7 @@ def _staged(request: Request, screen: TrainingScreen, cleanup: contextlib.ExitSt
     options: Hdf5Options = request.options
     if options.stage_dir is None or not request.data.is_dir():
         return request.data
-    with reader(request, look(request.data, options).train, training=True) as planned:
+    with reader(request, read_folder(request.data, options).train, training=True) as planned:
         resident = planned.tier != "none"
     # What stays in memory is read once, whatever the number of epochs.
     staged = stage_dir(request.data, options.stage_dir, epochs=1 if resident else request.settings.epochs)

@@ -93,7 +93,7 @@ def _fill(owned: OwnedFolder, kind: str, size: int, seed: int) -> None:
         remove_private(owned, private.name)
 
 
-def spread(write: Callable[[range], None], size: int) -> Iterator[int]:
+def in_processes(write: Callable[[range], None], size: int) -> Iterator[int]:
     """Call ``write`` with the pieces of ``range(size)`` in processes; yields the samples that are done."""
     pieces = [range(first, min(first + PIECE, size)) for first in range(0, size, PIECE)]
     processes = max(min(int(cpu_capacity().usable), len(pieces)), 1)

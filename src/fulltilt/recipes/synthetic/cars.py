@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageColor, ImageDraw
 
-from fulltilt.recipes.synthetic import spread
+from fulltilt.recipes.synthetic import in_processes
 
 CAPTIONS = "captions.csv"
 COLUMNS = ("image", "caption", "make", "model", "year", "colour", "body", "split")
@@ -87,7 +87,7 @@ def make(folder: Path, size: int, seed: int) -> Iterator[int]:
             _, row = described(seed, index)
             (folder / row["image"]).parent.mkdir(parents=True, exist_ok=True)
             table.writerow(row)
-    yield from spread(partial(_write_pictures, folder, seed), size)
+    yield from in_processes(partial(_write_pictures, folder, seed), size)
 
 
 def described(seed: int, index: int) -> tuple[Look, dict[str, str]]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fulltilt.recipes.synthetic import spread
+from fulltilt.recipes.synthetic import in_processes
 
 Array = np.ndarray[Any, Any]
 
@@ -30,7 +30,7 @@ def make(folder: Path, size: int, seed: int) -> Iterator[int]:
     for part in ("Train", "Test"):
         for kind in ("Image", "GT_Object"):
             (folder / part / kind).mkdir(parents=True)
-    yield from spread(functools.partial(_write, folder, seed), size)
+    yield from in_processes(functools.partial(_write, folder, seed), size)
 
 
 def _write(folder: Path, seed: int, numbers: range) -> None:
