@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import random
 import re
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -46,7 +49,8 @@ def test_new_labels_are_served(kind, workers):
         assert loader.tier == "ram"
         dataset.labels[77] = 1
         assert [served(loader) for _ in range(2)] == [1, 1]
-        assert "the data set's attribute labels was changed; what was kept is no longer served" in loader.notes
+        what = "what the data set holds" if kind is list else "the data set's attribute labels"
+        assert f"{what} was changed; what was kept is no longer served" in loader.notes
 
 
 class Curriculum:
@@ -83,15 +87,18 @@ class Settings:
 
 
 SETTINGS = Settings()
+MODULE = types.ModuleType("settings_of_the_script")
+MODULE.__file__ = __file__
+sys.modules[MODULE.__name__] = MODULE
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("random_too", [False, True])
-@pytest.mark.parametrize("place", ["subset", "object", "closure", "global", "decode"])
+@pytest.mark.parametrize("place", ["subset", "object", "closure", "global", "module", "decode"])
 def test_a_setting_behind_another_object_is_noticed(place, random_too, workers, monkeypatch):
     """Seen to fail: with the data set's own attributes alone, kept samples and forked workers stayed as they were."""
-    settings = SETTINGS
-    monkeypatch.setattr(settings, "hard", 0)
+    settings = MODULE if place == "module" else SETTINGS
+    monkeypatch.setattr(settings, "hard", 0, raising=False)
 
     class Behind:
         def __init__(self):
@@ -102,7 +109,7 @@ def test_a_setting_behind_another_object_is_noticed(place, random_too, workers, 
 
         def __getitem__(self, index):
             hard = SETTINGS.hard if place == "global" else self.settings.hard if place == "object" else self.hard
-            hard = settings.hard if place == "closure" else hard
+            hard = settings.hard if place == "closure" else MODULE.hard if place == "module" else hard
             return torch.tensor([float(index == 78 and hard), random.random() if random_too else 0.0])
 
     whole = Behind()
@@ -114,7 +121,7 @@ def test_a_setting_behind_another_object_is_noticed(place, random_too, workers, 
         hard += [sum(int(batch[:, 0].sum()) for batch in loader) for _ in range(2)]
         assert hard == [0, 0, 1, 1]
         notes = " ".join(loader.notes)
-        assert random_too or "the data set's attribute hard in " in notes
+        assert random_too or "the data set's attribute hard was changed" in notes
 
 
 def test_what_goes_on_around_a_data_set_is_not_a_change_of_it():
@@ -197,3 +204,38 @@ def test_a_data_set_of_another_length_is_another_one(samples):
         dataset.labels = [0] * samples
         with pytest.raises(UsageError, match=f"had 10 samples and has {samples} now"):
             list(loader)
+
+
+def test_bytes_in_memory_are_not_changed_by_looking_at_them():
+    dataset = Labelled([0] * 10)
+    dataset.held = io.BytesIO(b"bytes")
+    with feed.loader(dataset, 4, num_workers=0) as loader:
+        for _ in range(3):
+            list(loader)
+        assert loader.tier == "ram", list(loader.notes)
+
+
+def test_what_a_data_set_opens_as_it_is_read_is_no_change_of_it():
+    class Opening(Labelled):
+        opened = 0
+
+        def __getitem__(self, index):
+            self.opened += 1
+            return super().__getitem__(index)
+
+    with feed.loader(Opening([0] * 10), 4, num_workers=0) as loader:
+        for _ in range(4):
+            list(loader)
+        assert loader.tier == "ram", list(loader.notes)
+
+
+def test_an_object_that_raises_when_it_is_looked_at_ends_no_training():
+    class Raising:
+        @property
+        def __dict__(self):
+            raise RuntimeError("not now")
+
+    dataset = Labelled([0] * 10)
+    dataset.held = Raising()
+    with feed.loader(dataset, 4, num_workers=0) as loader:
+        assert [served(loader) for _ in range(3)] == [0] * 3

@@ -26,7 +26,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from fulltilt.tuning.live.batch_check import AttributeWatch, BatchCheck, Pickled, bytes_written
+from fulltilt.recorder.dataset_state import AttributeWatch, Pickled
+from fulltilt.tuning.live.batch_check import BatchCheck, bytes_written
 
 # Outside of the data sets: what their code uses counts as well.
 READ: list[TextIO] = []
@@ -331,7 +332,7 @@ def test_what_is_counted_in_a_container_of_a_module_is_a_reason_against_workers(
 
 def test_what_is_counted_beside_a_data_set_of_many_names_is_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than is looked at of what a data set holds: its code's values were left out."""
-    monkeypatch.setattr("fulltilt.tuning.live.batch_check.MOST_STATE_BYTES", 1 << 20)
+    monkeypatch.setattr("fulltilt.recorder.dataset_state.MOST_STATE_BYTES", 1 << 20)
     monkeypatch.setitem(globals(), "HITS", [0] * 200)
     names = [f"{index:040d}" for index in range(1 << 16)]
     assert "changes as it is read" in str(verdict_of(CountsInItsModule(names)))

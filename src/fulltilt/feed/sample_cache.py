@@ -19,7 +19,7 @@ import torch
 
 from fulltilt.errors import DataError, FulltiltError, UsageError
 from fulltilt.feed.dataset_check import DECLARE, Inspection
-from fulltilt.feed.dataset_objects import Attributes, attributes, changed_attribute
+from fulltilt.feed.dataset_objects import HeldState
 from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, open_cache
 from fulltilt.feed.epoch_order import sample_of, spread
 from fulltilt.feed.sample_reader import BadSamples, Failure, SampleReader
@@ -106,7 +106,8 @@ class SampleCache:
         self._cache_key = cache_key if cache_key is not None else getattr(dataset, "cache_key", None)
         self._cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self._epochs_served, self._declared = 0, found.declared
-        self._attributes: Attributes | None = None  # the data set's when it was last read from
+        self._held: HeldState | None = None  # the data set's when it was last read from
+        self._reads_here = not workers  # in this process, and so may change the data set itself
         # Raises for a tier that is unknown or that this machine lacks, now and not in mid-epoch.
         choose_tier(0, self._room(model_has_run=True), asked)
         if why is not None:
@@ -119,11 +120,12 @@ class SampleCache:
         if self._found_random and not self.reader.seeded:
             self.stop_workers()
             self.reader.seeded = True  # new workers seed each sample
-        now = attributes(self.dataset)
-        changed = None if self._attributes is None else changed_attribute(self._attributes, now)
+        changed = None if self._held is None else self._held.change()
         if changed is not None:
             self.stop_workers()  # they were forked with the old data set
-        self._attributes = now
+        if changed is not None or self._held is None:
+            self._held = HeldState(self.dataset)
+        self._reads_here = not self.workers and not (self._complete and self.store is not None)
         if self.undecided:
             if not self.waits_for_model:
                 self.settle(model_has_run=False)
@@ -153,9 +155,9 @@ class SampleCache:
         self.notes.say(f"all {self.samples} samples are kept ({self.tier})")
 
     def leave_epoch(self) -> None:
-        """The epoch is over, or was left early. Reading in this process may have changed the data set itself."""
-        if not self.workers:
-            self._attributes = attributes(self.dataset)
+        """The epoch is over, or was left early."""
+        if self._reads_here:
+            self._held = HeldState(self.dataset)
 
     @torch.inference_mode(False)  # may run in an evaluation
     def settle(self, *, model_has_run: bool) -> None:
@@ -341,14 +343,13 @@ class SampleCache:
         assert self.store is not None
         self._epochs_served += 1
         if changed is not None:
-            told = f"the data set's attribute {changed} was changed; what was kept is no longer served"
-            self._drop(told, fatal=False)
+            self._drop(f"{changed} was changed; what was kept is no longer served", fatal=False)
         elif self._epochs_served == 1 or not (self._declared or self._epochs_served & (self._epochs_served - 1)):
             # It needs a fork, so only once for declared stages, else in epochs 1, 2, 4, 8 ...
             step = max(1, self.samples // COMPARED_SAMPLES)
             picked = ((epoch * 7919 + number * step) % self.samples for number in range(COMPARED_SAMPLES))
             sample = self._first_changed(self.store, picked)
-            self._attributes = attributes(self.dataset)
+            self._held = HeldState(self.dataset)
             if sample is not None:
                 self._drop(f"sample {sample} is not what the data set returns now; what was kept is no longer served")
 

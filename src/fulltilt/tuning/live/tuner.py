@@ -21,11 +21,11 @@ import torch
 
 from fulltilt.errors import FulltiltError
 from fulltilt.figures import count, loader_settings
+from fulltilt.recorder.dataset_state import AttributeWatch
 from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.records import LiveMove, LiveRecord, Settings
 from fulltilt.tuning.live.batch_check import (
     DRAWS,
-    AttributeWatch,
     BatchCheck,
     reason_against,
     reason_in,
