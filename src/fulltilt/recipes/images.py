@@ -1,4 +1,4 @@
-"""Opening images, and images and masks of any pixel type as eight bits."""
+"""Opening images and masks, and converting them to 8 bits."""
 
 from __future__ import annotations
 
@@ -50,15 +50,9 @@ def sizes(paths: Iterable[Path]) -> list[tuple[int, int]]:
 
 
 def as_rgb(image: Any) -> Image.Image:
-    """An image in RGB. Pillow would clip 16-bit values at 255, and floats in [0, 1] to 0."""
+    """An image in RGB. Raises ValueError for pixels of 16 bits or floats, which Pillow would clip at 255."""
     if image.mode.startswith(("I", "F")):
-        values = np.nan_to_num(np.asarray(image, np.float64))
-        highest = values.max(initial=0)
-        if image.mode == "F" and highest <= 1:
-            values *= 255
-        elif highest > 255:
-            values /= max(257, highest / 255)
-        image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+        raise ValueError("its pixels have more than 8 bits a channel; convert it to 8")
     picture: Image.Image = image.convert("RGB")
     return picture
 
