@@ -25,7 +25,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def as_on_a_gpu(monkeypatch):
     """Loaders made with this believe in a device with a tier of its own."""
     room = dict.fromkeys(("vram", "pinned", "ram", "disk"), 1 << 30)
-    monkeypatch.setattr(sample_cache, "measure_room", lambda *_, **__: room)
+    monkeypatch.setattr(sample_cache, "measure_free_bytes", lambda *_, **__: room)
 
     def make(*args, **options):
         loader = feed.loader(*args, **options)
@@ -77,9 +77,9 @@ def test_an_iterator_that_is_put_aside_does_not_hold_up_the_next(as_on_a_gpu, ti
 
 def test_vram_is_taken_only_after_the_model_has_shown_what_it_needs(as_on_a_gpu, monkeypatch):
     asked = []
-    room = sample_cache.measure_room()
+    room = sample_cache.measure_free_bytes()
     monkeypatch.setattr(
-        sample_cache, "measure_room", lambda *_, **options: asked.append(options["model_has_run"]) or room
+        sample_cache, "measure_free_bytes", lambda *_, **options: asked.append(options["model_has_run"]) or room
     )
     with as_on_a_gpu(Pixels(40), 4, num_workers=0) as loader:
         loader._cache.waits_for_model = True

@@ -164,7 +164,7 @@ def test_a_complete_cache_may_lie_where_nothing_can_be_written(files, cache_dir,
 def test_nobody_who_did_not_ask_for_the_disk_is_stopped_by_it(tmp_path, monkeypatch):
     """A folder that cannot be made: residency auto goes on from the source."""
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(sample_cache, "measure_room", lambda *_, **__: {"ram": 0, "disk": 1 << 30})
+    monkeypatch.setattr(sample_cache, "measure_free_bytes", lambda *_, **__: {"ram": 0, "disk": 1 << 30})
     with feed.loader(Pixels(9), 4, cache_key="v1", cache_dir=tmp_path / "file" / "x", num_workers=0) as loader:
         assert sum(len(labels) for _, labels in loader) == 9
     assert "training goes on from the source" in opened(loader)

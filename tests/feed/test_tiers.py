@@ -7,7 +7,7 @@ import torch
 
 from fulltilt.errors import DoesNotFit, UsageError
 from fulltilt.feed import tiers
-from fulltilt.feed.tiers import choose_tier, measure_room
+from fulltilt.feed.tiers import choose_tier, measure_free_bytes
 
 GIB = 1024**3
 ROOM = {"vram": 10 * GIB, "pinned": 20 * GIB, "ram": 40 * GIB, "disk": 100 * GIB}
@@ -34,9 +34,9 @@ def test_room_leaves_the_model_its_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12 * GIB)
     cuda = torch.device("cuda", 0)
-    unknown = measure_room(cuda, tmp_path)["vram"]
-    settled = measure_room(cuda, tmp_path, model_has_run=True)["vram"]
-    stated = measure_room(cuda, tmp_path, reserve_bytes=30 * GIB)["vram"]
+    unknown = measure_free_bytes(cuda, tmp_path)["vram"]
+    settled = measure_free_bytes(cuda, tmp_path, model_has_run=True)["vram"]
+    stated = measure_free_bytes(cuda, tmp_path, reserve_bytes=30 * GIB)["vram"]
     assert unknown == 20 * GIB  # half of the GPU is left for a model that nobody has seen yet
     assert settled == 60 * GIB - int(80 * GIB * 0.08)
     assert stated == 60 * GIB - int(80 * GIB * 0.08) - 18 * GIB  # 12 of the 30 are taken already
@@ -44,11 +44,11 @@ def test_room_leaves_the_model_its_memory(monkeypatch, tmp_path):
 
 def test_memory_is_shared_by_the_ranks_of_a_machine_and_bounded_by_its_cgroup(monkeypatch, tmp_path):
     cpu = torch.device("cpu")
-    alone = measure_room(cpu, tmp_path)["ram"]
+    alone = measure_free_bytes(cpu, tmp_path)["ram"]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert measure_room(cpu, tmp_path)["ram"] == pytest.approx(alone / 4, rel=0.2)
+    assert measure_free_bytes(cpu, tmp_path)["ram"] == pytest.approx(alone / 4, rel=0.2)
     monkeypatch.setattr(tiers, "memory_headroom_bytes", lambda: 4 * GIB)
-    assert measure_room(cpu, tmp_path)["ram"] < GIB
+    assert measure_free_bytes(cpu, tmp_path)["ram"] < GIB
 
 
 @pytest.mark.parametrize(("told", "gpus", "here"), [("2", 8, 2), (None, 0, 6), (None, 1, 6), (None, 4, 4)])

@@ -10,7 +10,7 @@ from random import Random
 
 from fulltilt.records import Settings, Trial
 from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, decide, most_workers, pays, pays_clearly
-from fulltilt.tuning.live.measurement import Knobs, Seen
+from fulltilt.tuning.live.measurement import Knobs, Measurement
 from fulltilt.tuning.search_space import Attempt, Space
 from fulltilt.tuning.study import next_step
 
@@ -107,13 +107,13 @@ def live_tuning(
     """The settings in force at first and after each move, and the moves; ``pace`` is the job's own, by window."""
     random, windows = Random(seed), itertools.count()
 
-    def see(knobs: Knobs) -> Seen:
+    def see(knobs: Knobs) -> Measurement:
         own = pace(next(windows))
         delivered = own * rate(knobs.num_workers) * math.exp(random.gauss(0, noise))
-        return Seen(knobs, delivered, noise, max(1 - delivered * busy_s / own, 0.0), busy_s / own)
+        return Measurement(knobs, delivered, noise, max(1 - delivered * busy_s / own, 0.0), busy_s / own)
 
     before, undecided = see(Knobs(start)), 0
-    seen: tuple[Seen, ...] = (before,)
+    seen: tuple[Measurement, ...] = (before,)
     in_force, moves = [before.knobs], list[Knobs]()
     while not isinstance(move := decide(seen, capacity, (), undecided), Settle):
         assert 1 <= move.num_workers <= most_workers(capacity, move.prefetch_factor)[0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fulltilt.tuning.live.controller import Capacity, Settle, decide, most_workers, pays
 from fulltilt.tuning.live.limits import DEFAULT
-from fulltilt.tuning.live.measurement import Arrival, Knobs, MeasurementWindow, Seen, summarize
+from fulltilt.tuning.live.measurement import Arrival, Knobs, Measurement, MeasurementWindow, summarize
 from tests.tuning.simulated import live_tuning
 
 
@@ -66,7 +66,10 @@ def test_a_jobs_own_change_of_pace_is_not_taken_for_a_settings_gain(pace: str, g
 def test_what_a_trial_gained_is_told_only_where_the_job_changed_by_less() -> None:
     def verdict(before: float, trial: float, again: float) -> bool | None:
         return pays(
-            *(Seen(Knobs(2 + (place == 1)), rate, 0.02, 0.5, 0.1) for place, rate in enumerate((before, trial, again)))
+            *(
+                Measurement(Knobs(2 + (place == 1)), rate, 0.02, 0.5, 0.1)
+                for place, rate in enumerate((before, trial, again))
+            )
         )
 
     assert verdict(10, 12, 10) is True
@@ -81,7 +84,7 @@ def test_what_a_trial_gained_is_told_only_where_the_job_changed_by_less() -> Non
 
 def test_a_gain_within_the_scatter_of_its_windows_is_not_kept() -> None:
     def verdict(trial: float, spread: float) -> bool | None:
-        seen = (Seen(Knobs(2), 29.8, 0.012, 0.97, 0.001), Seen(Knobs(3), trial, spread, 0.97, 0.001))
+        seen = (Measurement(Knobs(2), 29.8, 0.012, 0.97, 0.001), Measurement(Knobs(3), trial, spread, 0.97, 0.001))
         return pays(*seen, seen[0]._replace(batches_per_s=30.1))
 
     assert verdict(30.9, 0.024) is False
@@ -96,12 +99,12 @@ def test_workers_that_are_all_as_fast_are_left_as_they_are() -> None:
 
 
 def test_a_loader_that_is_not_the_limit_is_not_touched() -> None:
-    seen = Seen(Knobs(4), 10.0, 0.01, 0.02, 0.098)
+    seen = Measurement(Knobs(4), 10.0, 0.01, 0.02, 0.098)
     assert decide((seen,), Capacity(16)) == Settle("the loader is no longer the limit")
 
 
 def test_what_failed_is_not_tried_again_and_room_is_kept() -> None:
-    seen = Seen(Knobs(0), 1.0, 0.05, 0.9, 0.1)
+    seen = Measurement(Knobs(0), 1.0, 0.05, 0.9, 0.1)
     failed: tuple[Knobs, ...] = ()
     while not isinstance(move := decide((seen,), Capacity(4), failed), Settle):
         assert move not in failed
@@ -112,13 +115,13 @@ def test_what_failed_is_not_tried_again_and_room_is_kept() -> None:
 def test_a_slower_deep_queue_makes_no_other_number_of_workers_promising() -> None:
     # The CLIP job on an H200 with 16 CPUs: 16 workers were tried after 17, for a promise of 1.6 %.
     rates = {(0, 2): 1.26, (8, 2): 7.55, (12, 2): 10.02, (17, 2): 13.15, (17, 4): 12.85}
-    seen = tuple(Seen(Knobs(*knobs), rate, 0.02, 1 - rate / 16, 1 / 16) for knobs, rate in rates.items())
+    seen = tuple(Measurement(Knobs(*knobs), rate, 0.02, 1 - rate / 16, 1 / 16) for knobs, rate in rates.items())
     assert isinstance(decide(seen, Capacity(16, cpu_share=0.95)), Settle)
 
 
 def test_a_start_that_was_looked_at_twice_leads_to_workers_too() -> None:
     # A loader made anew in each pass is taken up again before anything was tried.
-    seen = (Seen(Knobs(0), 5.0, 0.05, 0.8, 0.04), Seen(Knobs(0), 5.2, 0.05, 0.8, 0.04))
+    seen = (Measurement(Knobs(0), 5.0, 0.05, 0.8, 0.04), Measurement(Knobs(0), 5.2, 0.05, 0.8, 0.04))
     move = decide(seen, Capacity(16))
     assert not isinstance(move, Settle)
     assert move.num_workers > 1
@@ -126,15 +129,15 @@ def test_a_start_that_was_looked_at_twice_leads_to_workers_too() -> None:
 
 def test_no_number_of_workers_is_tried_that_cannot_beat_having_none() -> None:
     # Cheap samples: handing them over costs more than fetching them.
-    seen = (Seen(Knobs(0), 706.0, 0.02, 0.5, 0.0007), Seen(Knobs(1), 265.0, 0.02, 0.8, 0.0007))
+    seen = (Measurement(Knobs(0), 706.0, 0.02, 0.5, 0.0007), Measurement(Knobs(1), 265.0, 0.02, 0.8, 0.0007))
     assert isinstance(decide(seen, Capacity(2)), Settle)
 
 
 def test_a_deeper_queue_is_tried_once_where_workers_end() -> None:
     rates = {0: 0.6, 8: 5.0, 12: 7.5, 16: 10.0, 18: 9.5}
-    seen = tuple(Seen(Knobs(workers), rate, 0.02, 1 - rate / 15, 1 / 15) for workers, rate in rates.items())
+    seen = tuple(Measurement(Knobs(workers), rate, 0.02, 1 - rate / 15, 1 / 15) for workers, rate in rates.items())
     assert decide(seen, Capacity(16)) == Knobs(16, 4)
-    tried = (*seen, Seen(Knobs(16, 4), 9.9, 0.02, 0.3, 1 / 15))
+    tried = (*seen, Measurement(Knobs(16, 4), 9.9, 0.02, 0.3, 1 / 15))
     assert isinstance(decide(tried, Capacity(16)), Settle)
 
 

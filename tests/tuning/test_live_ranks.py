@@ -19,7 +19,7 @@ from fulltilt.errors import RunFolderError
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.records import RunRecord, Task
 from fulltilt.tuning.live.controller import Capacity, most_workers
-from fulltilt.tuning.live.measurement import Knobs, Seen
+from fulltilt.tuning.live.measurement import Knobs, Measurement
 from fulltilt.tuning.live.rank_reports import RankReports, Report, agree
 from fulltilt.tuning.live.tuner import Phase
 from tests.diagnosis.examples import machine
@@ -31,8 +31,8 @@ BATCHES = 600
 LIMIT_S = 400
 
 
-def seen(wait_share: float, workers: int = 0) -> Seen:
-    return Seen(Knobs(workers), 10.0, 0.01, wait_share, (1 - wait_share) / 10.0)
+def seen(wait_share: float, workers: int = 0) -> Measurement:
+    return Measurement(Knobs(workers), 10.0, 0.01, wait_share, (1 - wait_share) / 10.0)
 
 
 def report(batch: int = 30, wait_share: float = 0.5, host: str = "a", cpus: float = 8.0, mask: str = "ff") -> Report:

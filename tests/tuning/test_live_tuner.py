@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from fulltilt import store
 from fulltilt.records import Settings
-from fulltilt.tuning.live.measurement import Knobs, Seen
+from fulltilt.tuning.live.measurement import Knobs, Measurement
 from fulltilt.tuning.live.tuner import Phase
 from tests.tuning.live_jobs import HASTY, Squares, Tuning, flat, tuning
 
@@ -735,7 +735,7 @@ def test_each_batch_bears_its_part_of_starting_the_workers(tmp_path: Path) -> No
             if one.tuner.phase is Phase.TRYING and one.source.pool.is_serving:
                 one.source.pool.start_s = 2.0
                 break
-        seen = one.tuner._with_pass_start(one.source, Seen(Knobs(2), 10.0, 0.0, 0.5, 0.05))
+        seen = one.tuner._with_pass_start(one.source, Measurement(Knobs(2), 10.0, 0.0, 0.5, 0.05))
         assert seen.batches_per_s == pytest.approx(1 / (0.1 + 2.2 / 8))
         assert seen.wait_share == pytest.approx(1 - seen.batches_per_s * 0.05)
 

@@ -136,7 +136,7 @@ def _sweep(owned: OwnedFolder) -> int:
     return removed
 
 
-def room_bytes(cache_dir: Path) -> int | None:
+def free_for_caches(cache_dir: Path) -> int | None:
     """Half of the free disk, plus the caches there: the one wanted may be among them; None if not known."""
     free = free_disk_bytes(cache_dir)
     return None if free is None else free // 2 + sum(entry.size_bytes for entry in list_caches(cache_dir))

@@ -24,7 +24,7 @@ from fulltilt.feed.hdf5_files import DAMAGED, BlockReader, describe
 from fulltilt.feed.progress import progress
 from fulltilt.feed.random_numbers import mix
 from fulltilt.feed.sample_store import device_or_default
-from fulltilt.feed.tiers import Residency, choose_tier, measure_room
+from fulltilt.feed.tiers import Residency, choose_tier, measure_free_bytes
 from fulltilt.feed.worker_pool import WorkerPool, asked_workers
 
 # Bytes of streamed rows that are shuffled together, unless ``mixing_rows`` is given.
@@ -89,9 +89,9 @@ class Hdf5Loader(PositionedLoader):
         self._blocks = source.blocks()
         self._reader = BlockReader(source, self._blocks)
         # The rows are on a disk already: residency "disk" streams them from there.
-        room = measure_room(device, None, reserve_bytes=reserve_bytes)
+        free_bytes = measure_free_bytes(device, None, reserve_bytes=reserve_bytes)
         asked = "none" if residency == "disk" else residency
-        tier = choose_tier(sum(block.rows for block in self._blocks) * source.row_bytes, room, asked).tier
+        tier = choose_tier(sum(block.rows for block in self._blocks) * source.row_bytes, free_bytes, asked).tier
         self.tier = "ram" if tier == "pinned" else tier  # gathered rows are pinned anyway
         self._where = device if self.tier in ("vram", "none") else torch.device("cpu")
         largest = sorted((block.samples for block in self._blocks), reverse=True)

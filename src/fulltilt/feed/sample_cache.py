@@ -24,7 +24,7 @@ from fulltilt.feed.disk_cache import CacheFull, DiskStore, default_cache_dir, op
 from fulltilt.feed.epoch_order import sample_of, spread
 from fulltilt.feed.sample_reader import BadSamples, Failure, SampleReader
 from fulltilt.feed.sample_store import Store, pin, shared_bytes
-from fulltilt.feed.tiers import Choice, Residency, Room, Tier, choose_tier, measure_room
+from fulltilt.feed.tiers import Choice, FreeBytes, Residency, Tier, choose_tier, measure_free_bytes
 from fulltilt.feed.worker_pool import WorkerPool, in_child_process
 
 # Kept samples that are compared with the data set, in ever fewer epochs.
@@ -109,7 +109,7 @@ class SampleCache:
         self._held: HeldState | None = None  # the data set's when it was last read from
         self._reads_here = not workers  # in this process, and so may change the data set itself
         # Raises for a tier that is unknown or that this machine lacks, now and not in mid-epoch.
-        choose_tier(0, self._room(model_has_run=True), asked)
+        choose_tier(0, self._free_bytes(model_has_run=True), asked)
         if why is not None:
             self.notes.say(f"read by {workers} workers on every draw: {why}. {DECLARE}")
             if asked not in ("auto", "none"):
@@ -163,7 +163,7 @@ class SampleCache:
     def settle(self, *, model_has_run: bool) -> None:
         """Decide the tier, and begin to keep what is read."""
         need = self.samples * self.layout.row_bytes
-        choice = choose_tier(need, self._room(model_has_run=model_has_run), self.asked)
+        choice = choose_tier(need, self._free_bytes(model_has_run=model_has_run), self.asked)
         self.undecided = False
         store, how = None, "training goes on from the source"
         try:
@@ -331,10 +331,12 @@ class SampleCache:
             return cache, f"cache {how}"
         return None, ""
 
-    def _room(self, *, model_has_run: bool) -> Room:
+    def _free_bytes(self, *, model_has_run: bool) -> FreeBytes:
         # Without a key the next run cannot use it: only written if asked for.
         cache_dir = None if self.asked == "auto" and self._cache_key is None else self._cache_dir
-        return measure_room(self.device, cache_dir, reserve_bytes=self._reserve_bytes, model_has_run=model_has_run)
+        return measure_free_bytes(
+            self.device, cache_dir, reserve_bytes=self._reserve_bytes, model_has_run=model_has_run
+        )
 
     # ----------------------------------------------------------------- checking and dropping
 

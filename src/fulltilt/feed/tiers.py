@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 
 from fulltilt.errors import DoesNotFit, UsageError
-from fulltilt.feed.disk_cache import room_bytes
+from fulltilt.feed.disk_cache import free_for_caches
 from fulltilt.feed.epoch_order import ranks
 from fulltilt.figures import size
 from fulltilt.probes.host import memory_headroom_bytes
@@ -38,7 +38,7 @@ TIER_LIMITS = TierLimits()
 
 
 # Free bytes on each available tier, without the model's; the fastest tier first.
-Room = dict[Tier, int]
+FreeBytes = dict[Tier, int]
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Choice:
     reason: str
 
 
-def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto") -> Choice:
+def choose_tier(need_bytes: int, free_bytes: FreeBytes, asked: Residency = "auto") -> Choice:
     """The first tier with room for ``need_bytes``, or the one asked for. Raises DoesNotFit, UsageError."""
     if asked not in get_args(Residency):
         raise UsageError(f"residency {asked!r} is unknown", f"Choose one of {', '.join(get_args(Residency))}.")
     if asked == "none":
         return Choice("none", "asked for")
     if asked != "auto":
-        if (free := room.get(asked)) is None:
+        if (free := free_bytes.get(asked)) is None:
             raise UsageError(
                 f"the data set cannot be kept in {asked}: there is no such memory here", "Use residency='auto'."
             )
@@ -67,7 +67,7 @@ def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto") -> Choic
             )
         return Choice(asked, "asked for")
     too_small: list[str] = []
-    for tier, free in room.items():
+    for tier, free in free_bytes.items():
         if need_bytes <= free:
             skipped = f"; too small: {', '.join(too_small)}" if too_small else ""
             return Choice(tier, f"{size(need_bytes)} of {size(free)}{skipped}")
@@ -75,19 +75,19 @@ def choose_tier(need_bytes: int, room: Room, asked: Residency = "auto") -> Choic
     return Choice("none", f"{size(need_bytes)} fit nowhere: {', '.join(too_small)}")
 
 
-def measure_room(
+def measure_free_bytes(
     device: torch.device,
     cache_dir: Path | None,
     *,
     reserve_bytes: int | None = None,
     model_has_run: bool = False,
-) -> Room:
+) -> FreeBytes:
     """What is free now; without a ``cache_dir`` there is no disk tier.
 
     ``reserve_bytes`` is the VRAM to leave for the model; None leaves a share (see TierLimits).
     """
     ram = memory_headroom_bytes() // local_ranks()
-    room: Room = {}
+    free_bytes: FreeBytes = {}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         margin = max(TIER_LIMITS.vram_margin_bytes, int(total * TIER_LIMITS.vram_margin_share))
@@ -96,11 +96,11 @@ def measure_room(
         elif reserve_bytes is not None:
             # Memory that the model already took is not free any more.
             margin += max(0, reserve_bytes - torch.cuda.memory_reserved(device))
-        room = {"vram": max(0, free - margin), "pinned": int(ram * TIER_LIMITS.pinned_share)}
-    room["ram"] = int(ram * TIER_LIMITS.ram_share)
-    if cache_dir is not None and (disk := room_bytes(cache_dir)) is not None:
-        room["disk"] = disk
-    return room
+        free_bytes = {"vram": max(0, free - margin), "pinned": int(ram * TIER_LIMITS.pinned_share)}
+    free_bytes["ram"] = int(ram * TIER_LIMITS.ram_share)
+    if cache_dir is not None and (disk := free_for_caches(cache_dir)) is not None:
+        free_bytes["disk"] = disk
+    return free_bytes
 
 
 def local_ranks() -> int:

@@ -14,7 +14,7 @@ from fulltilt.probes.host import cpu_capacity, memory_headroom_bytes, shared_mem
 from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.recorder.session import Session
 from fulltilt.tuning.live.limits import DEFAULT as LIMITS
-from fulltilt.tuning.live.measurement import Knobs, Seen
+from fulltilt.tuning.live.measurement import Knobs, Measurement
 from fulltilt.tuning.next_trial import Bracket
 
 
@@ -26,7 +26,7 @@ class Settle:
 
 
 def decide(
-    seen: tuple[Seen, ...], capacity: Capacity, failed: tuple[Knobs, ...] = (), undecided: int = 0
+    seen: tuple[Measurement, ...], capacity: Capacity, failed: tuple[Knobs, ...] = (), undecided: int = 0
 ) -> Knobs | Settle:
     """What to try next, or Settle. ``seen`` begins with the script's settings; ``failed`` are settings that broke.
 
@@ -58,12 +58,12 @@ def decide(
     return Settle(f"no other setting promises more{limit}")
 
 
-def best_of(seen: tuple[Seen, ...]) -> Seen:
+def best_of(seen: tuple[Measurement, ...]) -> Measurement:
     """The fastest of the settings measured."""
     return max(seen, key=lambda one: one.batches_per_s)
 
 
-def pays(before: Seen, trial: Seen, again: Seen) -> bool | None:
+def pays(before: Measurement, trial: Measurement, again: Measurement) -> bool | None:
     """Whether a trial's settings are worth keeping: faster than those in force, or as fast with fewer workers.
 
     ``before`` and ``again`` are the settings in force, measured before and after the trial. None: undecided, since
@@ -78,12 +78,14 @@ def pays(before: Seen, trial: Seen, again: Seen) -> bool | None:
     return trial.batches_per_s > (high if fewer else max((1 + LIMITS.paid_share) * high, surely))
 
 
-def pays_clearly(before: Seen, trial: Seen) -> bool:
+def pays_clearly(before: Measurement, trial: Measurement) -> bool:
     """Whether a trial gains so much that the settings in force need not be measured again after it."""
     return trial.batches_per_s >= LIMITS.clear_gain * before.batches_per_s
 
 
-def at_pace_of(again: Seen, before: Seen, trial: Seen, seen: tuple[Seen, ...]) -> tuple[Seen, ...]:
+def at_pace_of(
+    again: Measurement, before: Measurement, trial: Measurement, seen: tuple[Measurement, ...]
+) -> tuple[Measurement, ...]:
     """All measurements, the trial last, scaled to the present pace, at which the settings in force give ``again``.
 
     The job's pace during the trial is taken to be the mean of ``before`` and ``again``.
@@ -94,7 +96,7 @@ def at_pace_of(again: Seen, before: Seen, trial: Seen, seen: tuple[Seen, ...]) -
     return *earlier, trial.times(during)
 
 
-def _next_workers(start: Seen, tried: int, bracket: Bracket) -> int | None:
+def _next_workers(start: Measurement, tried: int, bracket: Bracket) -> int | None:
     """The number of workers to try next: first a jump to what may be enough, then next to the best so far."""
     if bracket.most < 1:
         return None

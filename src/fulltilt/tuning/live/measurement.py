@@ -37,7 +37,7 @@ class Arrival(NamedTuple):
     from_queue: int = 0
 
 
-class Seen(NamedTuple):
+class Measurement(NamedTuple):
     """The measured rate of settings. ``spread`` is its relative standard error."""
 
     knobs: Knobs
@@ -46,12 +46,12 @@ class Seen(NamedTuple):
     wait_share: float
     busy_s: float
 
-    def times(self, factor: float) -> Seen:
+    def times(self, factor: float) -> Measurement:
         """The same at ``factor`` times the job's pace."""
         return self._replace(batches_per_s=self.batches_per_s * factor, busy_s=self.busy_s / factor)
 
 
-def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: LiveLimits = DEFAULT) -> Seen | None:
+def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: LiveLimits = DEFAULT) -> Measurement | None:
     """The lasting rate over these batches, without pauses and what queued up in them; None when too few are left.
 
     Batches come in bursts of as many as there are workers: whole bursts count, and the spread is taken between them.
@@ -74,7 +74,7 @@ def summarize(knobs: Knobs, arrivals: Sequence[Arrival], limits: LiveLimits = DE
     made = len(kept) - (used_up if used_up > 1 else 0)  # one batch more or less in the queue is chance
     rate = max(made, 1) / total_s  # where all came from the queue, it is lower still
     busy_s = sum(arrival.busy_s for arrival in kept) / len(kept)
-    return Seen(knobs, rate, spread, 1 - rate * busy_s, busy_s)
+    return Measurement(knobs, rate, spread, 1 - rate * busy_s, busy_s)
 
 
 def _without_pauses(arrivals: Sequence[Arrival], knobs: Knobs, limits: LiveLimits) -> list[Arrival]:
@@ -94,7 +94,7 @@ def _without_pauses(arrivals: Sequence[Arrival], knobs: Knobs, limits: LiveLimit
     return kept
 
 
-def is_conclusive(seen: Seen, best: float | None, limits: LiveLimits = DEFAULT) -> bool:
+def is_conclusive(seen: Measurement, best: float | None, limits: LiveLimits = DEFAULT) -> bool:
     """Whether measuring longer would not change the decision: a trial clearly pays or not, a start clearly waits."""
     low, high = (seen.batches_per_s * (1 + times * seen.spread) for times in (-2, 2))
     if best is None:
@@ -102,7 +102,7 @@ def is_conclusive(seen: Seen, best: float | None, limits: LiveLimits = DEFAULT) 
     return low > best * (1 + limits.paid_share) or high < best
 
 
-def with_rates(record: LiveRecord, seen: Seen) -> LiveRecord:
+def with_rates(record: LiveRecord, seen: Measurement) -> LiveRecord:
     """The record with the present rate of the settings in force. The rate of the script's own settings is scaled alike:
     the gain comes from trials only, not from a job that slows down or speeds up by itself."""
     before, wait_share = record.before_batches_per_s, record.before_wait_share
@@ -114,7 +114,7 @@ def with_rates(record: LiveRecord, seen: Seen) -> LiveRecord:
     return replace(record, batches_per_s=seen.batches_per_s, wait_share=seen.wait_share)
 
 
-def pace_changed(before: Seen, again: Seen) -> str:
+def pace_changed(before: Measurement, again: Measurement) -> str:
     """Why it is undecided whether a trial between these two pays."""
     factor = again.batches_per_s / before.batches_per_s
     return f"the job itself became {percent(abs(factor - 1))} {'slower' if factor < 1 else 'faster'} meanwhile"
@@ -123,7 +123,7 @@ def pace_changed(before: Seen, again: Seen) -> str:
 def with_outcome(
     record: LiveRecord,
     outcome: Literal["trying", "kept", "returned", "failed"],
-    seen: Seen | None,
+    seen: Measurement | None,
     why: str | None = None,
 ) -> LiveRecord:
     """The record with the outcome of its last move."""
@@ -158,7 +158,7 @@ class MeasurementWindow:
         """Skip the first batch of the next pass, which waits for the pass to begin."""
         self._skip = max(self._skip, 1)
 
-    def add(self, arrival: Arrival) -> Seen | None:
+    def add(self, arrival: Arrival) -> Measurement | None:
         """Add a batch. Returns the measurement once it is good enough."""
         now_s = self._clock()
         if self._skip:

@@ -17,7 +17,7 @@ from pathlib import Path
 from fulltilt import store
 from fulltilt.figures import loader_settings
 from fulltilt.tuning.live.controller import Capacity, most_workers
-from fulltilt.tuning.live.measurement import Knobs, Seen
+from fulltilt.tuning.live.measurement import Knobs, Measurement
 
 # How far ahead the batch is at which they act: each rank must have read the file by then.
 AHEAD_S = 1.0
@@ -39,7 +39,7 @@ class Report:
     cpus: str
     knobs: Knobs
     capacity: Capacity
-    seen: Seen | None = None
+    seen: Measurement | None = None
     is_random: bool | None = None
     failed: str | None = None
     left_alone: str | None = None
@@ -56,7 +56,7 @@ def agree(reports: Sequence[Report]) -> Report:
             return replace(first, left_alone=f"its settings are not the same on all ranks ({differ})")
     ranks = Counter(report.host for report in reports)
     sharing = Counter((report.host, report.cpus) for report in reports)
-    rooms = [
+    capacities = [
         replace(report.capacity, ranks=ranks[report.host], cpu_ranks=sharing[report.host, report.cpus])
         for report in reports
     ]
@@ -65,7 +65,7 @@ def agree(reports: Sequence[Report]) -> Report:
     draws = [one.is_random for one in reports if one.is_random is not None]
     return replace(
         first,
-        capacity=min(rooms, key=lambda room: most_workers(room, first.knobs.prefetch_factor)[0]),
+        capacity=min(capacities, key=lambda one: most_workers(one, first.knobs.prefetch_factor)[0]),
         # All ranks wait for the one that waits longest for data.
         seen=max(seen, key=lambda one: one.wait_share, default=None),
         is_random=any(draws) if draws else None,

@@ -49,8 +49,8 @@ from fulltilt.tuning.live.measurement import (
     LOOK_EVERY_S,
     Arrival,
     Knobs,
+    Measurement,
     MeasurementWindow,
-    Seen,
     pace_changed,
     with_outcome,
     with_rates,
@@ -104,8 +104,8 @@ class LoaderTuner:
         self._check: BatchCheck | None = None
         self._is_checked = self._is_trying = False
         self._agreed: Report | None = None
-        self._seen: tuple[Seen, ...] = ()
-        self._tried: Seen | None = None  # the trial, until the settings in force are measured again
+        self._seen: tuple[Measurement, ...] = ()
+        self._tried: Measurement | None = None  # the trial, until the settings in force are measured again
         self._failed: tuple[Knobs, ...] = ()
         self._undecided: tuple[Knobs, ...] = ()  # tried once, undecided whether they pay
         own = self._settings(user)
@@ -271,7 +271,7 @@ class LoaderTuner:
             return None
         return f"its passes of {count('batch', batches)} are too short to measure: keep its workers alive"
 
-    def _with_pass_start(self, source: SwitchingIterator, seen: Seen) -> Seen:
+    def _with_pass_start(self, source: SwitchingIterator, seen: Measurement) -> Measurement:
         """Spread the time to start workers, which end with their pass, over the batches of a pass."""
         workers, batches = seen.knobs.num_workers, _length(source)
         if not workers or self._persists or not batches or source.pool is None:
@@ -372,18 +372,18 @@ class LoaderTuner:
         source.hand_over(self._pool_in_force(source))
 
     @property
-    def _to_beat(self) -> Seen:
+    def _to_beat(self) -> Measurement:
         """The last measurement of the settings in force."""
         return next((one for one in reversed(self._seen) if one.knobs == self.in_force), best_of(self._seen))
 
-    def _measure_again(self, source: SwitchingIterator, seen: Seen) -> None:
+    def _measure_again(self, source: SwitchingIterator, seen: Measurement) -> None:
         self.phase, self._is_trying, self._tried = Phase.WATCHING, False, seen
         self.record = with_outcome(self.record, "trying", seen)
         self._window.begin(self.in_force, self.in_force.num_workers * self.in_force.prefetch_factor, seen.batches_per_s)
         source.hand_over(self._pool_in_force(source))
         self._note_in_force()
 
-    def _judge(self, trial: Seen, again: Seen) -> None:
+    def _judge(self, trial: Measurement, again: Measurement) -> None:
         """Keep the trial's settings if they are faster than those in force, measured before and after the trial."""
         before, self._tried, tried = self._to_beat, None, loader_settings(*trial.knobs)
         paid = pays(before, trial, again)
