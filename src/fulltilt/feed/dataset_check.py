@@ -76,12 +76,12 @@ def _random_because(dataset: Any, layout: Layout, rows: dict[int, torch.Tensor])
         for seed in _SEEDS:
             for index, row in rows.items():
                 generators.seed(seed)
-                mark = generators.mark()
+                marks = generators.marks()
                 try:
                     sample = dataset[index]
                 except Exception:
                     return f"sample {index} cannot be read a second time"
-                if mark != generators.mark():
+                if marks != generators.marks():
                     return f"sample {index} draws random numbers"
                 if not layout.is_in(sample, row):
                     return f"sample {index} is different when it is read again"

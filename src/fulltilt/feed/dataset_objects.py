@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import pickle
 import random
 import sqlite3
 import sys
@@ -17,7 +16,7 @@ import torch
 
 from fulltilt.errors import UsageError
 from fulltilt.feed.sample_store import memory_of
-from fulltilt.recorder.dataset_state import AttributeWatch, Pickled, global_generators, is_users
+from fulltilt.recorder.dataset_state import AttributeWatch, Pickled, global_generators, is_users, mark_of
 
 # Libraries whose open handles share a position or a lock with a forked process.
 _HANDLES_OF = frozenset({"h5py", "lmdb", "sqlite3", "tables", "netCDF4", "tarfile", "zipfile", "socket"})
@@ -116,9 +115,9 @@ class Generators:
         every = [*global_generators(), *(item for item in _reached(root) if _is_generator(item))]
         self._every = list({id(generator): generator for generator in every}.values())
 
-    def mark(self) -> bytes:
-        """Bytes that change whenever a generator is drawn from."""
-        return pickle.dumps([_state(generator) for generator in self._every])
+    def marks(self) -> list[Any]:
+        """What changes whenever a generator is drawn from."""
+        return [mark_of(generator) for generator in self._every]
 
     def seed(self, seed: int) -> None:
         """Seed every generator from the 32-bit ``seed``; forked workers would draw the same numbers otherwise."""

@@ -82,9 +82,9 @@ class SampleReader:
         with self._generators.untouched():
             failures: list[Failure] = []
             if not self.seeded:
-                before = self._generators.mark()
+                before = self._generators.marks()
                 failures = self._read_plainly(sample_of(indices), rows)
-                if before == self._generators.mark():
+                if before == self._generators.marks():
                     return failures
                 self.seeded = True
                 index = int(sample_of(indices[0]))
