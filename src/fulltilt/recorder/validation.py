@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 GENERATES_AFTER = 3
 # With gradients off for less than this, a metric is computed or weights are averaged.
 SHORTEST_EVALUATION_NS = 5_000_000
+REMEMBERED_STEPS = 5
 
 
 class Evaluation:
@@ -133,8 +134,8 @@ class GradientsOff:
         self._under_way: tuple[Any, tuple[CodeType, int], int] | None = None
         self._undecided: dict[tuple[CodeType, int], str | None] = {}  # and the line of the loop that leads there
         self._loaders_made = 0
-        self._backward_ns: int | None = None  # when backward was called last
-        self._step_ns: float = SHORTEST_EVALUATION_NS
+        self._stepped_ns: dict[int, int] = {}  # when each optimizer stepped last
+        self._steps_ns: deque[int] = deque(maxlen=REMEMBERED_STEPS)
 
     def began(self, context: Any, frame: FrameType) -> None:
         """``context``, entered in this frame, has switched gradients off."""
@@ -160,7 +161,9 @@ class GradientsOff:
         self._under_way = None
         self._loaders_made = self._recorder.state.loaders.made
         self._evaluates(False)
-        if time.perf_counter_ns() - began_ns < self._step_ns:
+        if not self._steps_ns:
+            del self._undecided[place]
+        elif time.perf_counter_ns() - began_ns < max(min(self._steps_ns), SHORTEST_EVALUATION_NS):
             self._is_another(place)
 
     def is_seen_otherwise(self) -> None:
@@ -170,15 +173,15 @@ class GradientsOff:
             self._evaluates(False)
             self._is_another(place)
 
+    def stepped(self, optimizer_id: int) -> None:
+        """An optimizer has stepped: what is done at each step takes less than the time since its last one."""
+        now_ns = time.perf_counter_ns()
+        if (before_ns := self._stepped_ns.get(optimizer_id)) is not None:
+            self._steps_ns.append(now_ns - before_ns)
+        self._stepped_ns[optimizer_id] = now_ns
+
     def trains(self) -> None:
         """backward() is called."""
-        now_ns, before_ns = time.perf_counter_ns(), self._backward_ns
-        self._backward_ns = now_ns
-        if before_ns is not None:
-            self._step_ns = max(now_ns - before_ns, SHORTEST_EVALUATION_NS)
-        self._are_training()
-
-    def _are_training(self) -> None:
         self.is_seen_otherwise()
         for place in tuple(self._undecided):
             self._is_another(place)
@@ -188,7 +191,7 @@ class GradientsOff:
         if not self._undecided:
             return
         if self._recorder.state.loaders.made != self._loaders_made:
-            self._are_training()
+            self.trains()
         evaluation = self._recorder.evaluation
         evaluation.where = evaluation.where or next(iter(self._undecided.values()), None)
         self._undecided.clear()

@@ -326,6 +326,7 @@ class StepHooks:
         recorder = self._recorder
         self._state.optimizer_calls += 1
         self._counting_optimizers.add(key)
+        recorder.gradients_off.stepped(key)
         self._steps_inside = self._steps_inside or self._around_steps is Activity.BACKWARD
         recorder.calibration.under_way = False
         if recorder.activity is Activity.USER:
