@@ -525,6 +525,25 @@ def test_exact_tunes_what_stays_bit_for_bit(tmp_path: Path) -> None:
         assert one.record.settings.num_workers == 2
 
 
+class Printing(Squares):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        os.write(1, b"x")
+        os.write(2, b"x")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_data_set_prints_is_printed_once(
+    workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As of a picture that it leaves out. Three batches are made again, to compare them."""
+    with tuning(tmp_path, [Knobs(2)]) as one:
+        drawn_from(one.trains(DataLoader(Printing(SIZE), batch_size=2, num_workers=workers)))
+        assert [move.outcome for move in one.record.moves] == ["kept"]
+    captured = capfd.readouterr()
+    assert (captured.out.count("x"), captured.err.count("x")) == (SIZE, SIZE)
+
+
 # --------------------------------------------------------------------------- what only a few samples do
 
 RARE = 28  # long after the check, and while workers serve

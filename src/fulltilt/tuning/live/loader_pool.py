@@ -90,7 +90,8 @@ class LoaderPool:
     Workers live as long as the pool; for torch each ``serve`` is a new pass. ``patience_s`` is how long a batch may
     take; None for a pool with the script's own settings, whose errors are the script's and stay as in torch. When a
     worker dies, torch raises in the training thread, wherever that is. Our other pools are taken off that list; their
-    dead workers are noticed when a batch is waited for.
+    dead workers are noticed when a batch is waited for. A pool that only ``repeats`` batches which the script has had
+    prints nothing.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class LoaderPool:
         iterate: Callable[[Any], Any],
         metered: Callable[[Callable[[], Any]], Any],
         patience_s: float | None,
+        repeats: bool = False,
     ) -> None:
         self.knobs = knobs
         # From a script without workers: it may join, count or end all children that multiprocessing knows.
@@ -125,8 +127,9 @@ class LoaderPool:
             in_order=True,
             _iterator=None,
         )
-        if self._is_hidden:
-            vars(self._loader)["worker_init_fn"] = partial(_begin_worker, loader.worker_init_fn)
+        if knobs.num_workers and (self._is_hidden or repeats):
+            first = partial(_begin_worker, loader.worker_init_fn, self._is_hidden, repeats)
+            vars(self._loader)["worker_init_fn"] = first
         if knobs.num_workers and not self.is_scripts_own and loader.multiprocessing_context is None:
             # Without a context of its own, the first process would settle the start method for the script.
             context = multiprocessing.get_context(start_method())
@@ -197,13 +200,18 @@ class LoaderPool:
         return iterator
 
 
-def _begin_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """First in a worker of a script that has none: signals to the whole process group reach it, too.
+def _begin_worker(init: Callable[[int], None] | None, is_hidden: bool, repeats: bool, worker: int) -> None:
+    """First in a worker that is not the script's own.
 
-    The script's handlers may save a checkpoint, which only the training process should do. They are not ignored, which
-    programs that the data set starts would inherit. torch handles SIGTERM; SIGCHLD is about the worker's own children.
+    Signals to the whole process group reach it, too: the script's handlers may save a checkpoint, which only the
+    training process should do. They are not ignored, which programs that the data set starts would inherit. torch
+    handles SIGTERM; SIGCHLD is about the worker's own children.
     """
-    for number in signal.valid_signals() - {signal.SIGTERM, signal.SIGCHLD}:
+    if repeats:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+    for number in signal.valid_signals() - {signal.SIGTERM, signal.SIGCHLD} if is_hidden else ():
         if callable(signal.getsignal(number)):
             signal.signal(number, lambda *_: None)
     if init is not None:

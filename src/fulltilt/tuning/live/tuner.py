@@ -425,7 +425,8 @@ class LoaderTuner:
         if is_moved:
             check = self._check
             loader = refusing(loader, self._process.exact, may_draw_from_own=check is not None and check.draws_from_own)
-        return LoaderPool(loader, knobs, generator, self._iterate, meter, None if own else patience_s)
+        repeats = knobs.num_workers > 0 and not metered
+        return LoaderPool(loader, knobs, generator, self._iterate, meter, None if own else patience_s, repeats)
 
     # ------------------------------------------------------------------ when something is wrong
 
