@@ -134,6 +134,38 @@ def test_a_namespace_keeps_every_write_of_a_trial(kept_apart: Isolation, as_user
     assert not Path("/dev/shm/fulltilt-test-segment").exists()
 
 
+ENDS_ANOTHER = """
+import os, signal, subprocess, sys
+subprocess.Popen(["sleep", "60"]).terminate()  # its own
+try:
+    os.kill(int(sys.argv[1]), signal.SIGKILL)
+except PermissionError:
+    print("refused")
+"""
+
+
+@as_root
+@pytest.mark.parametrize("kept_apart", [ROOT, USER, Isolation("landlock")])
+def test_a_trial_ends_no_process_outside_of_it(kept_apart: Isolation, job: Path) -> None:
+    """As a script does that ends the run before it."""
+    if not scopes_signals():
+        pytest.skip("Linux 6.12's means")
+    with subprocess.Popen(["sleep", "600"]) as training:
+        try:
+            ended = run(kept_apart, job, [sys.executable, "-c", ENDS_ANOTHER, str(training.pid)])
+            assert (ended.stdout, ended.returncode) == ("refused\n", 0), ended.stderr
+            assert training.poll() is None
+        finally:
+            training.kill()
+
+
+def scopes_signals() -> bool:
+    try:
+        return isolation._landlock_version() >= isolation.SCOPES
+    except OSError:
+        return False
+
+
 @as_root
 @pytest.mark.parametrize(("kept_apart", "as_user"), [(ROOT, False), (USER, True)])
 def test_data_in_shared_memory_are_seen_and_stay(kept_apart: Isolation, as_user: bool) -> None:

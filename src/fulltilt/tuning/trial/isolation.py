@@ -46,7 +46,8 @@ CANNOT_ISOLATE = 117
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 1, 2, 4, 4096, 8192, 16384, 1 << 18
 SYS_MOUNT_SETATTR, SYS_LANDLOCK = 442, 444
-TRUNCATING = 3  # the first version of Landlock that knows of it
+TRUNCATING, SCOPES = 3, 6  # the first versions of Landlock that know of it: 6 with Linux 6.12
+SCOPE_SIGNAL = 2
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 # Not covered by an overlay: pseudo file systems, and system folders, which a trial may only read.
 DEVICES = ("/proc", "/sys", "/dev")
@@ -270,6 +271,8 @@ def _exec_isolated(plan: dict[str, Any], command: list[str]) -> int:
             _mount_overlays(plan)
         elif plan["kind"] == "landlock":
             _apply_landlock([plan["scratch"], *plan["writable"], "/dev", "/proc"])
+        if plan["kind"] != "none":
+            _keep_signals_in()
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         print(f"fulltilt: this trial cannot be isolated from your files: {error.strerror}{where}", file=sys.stderr)
@@ -399,8 +402,7 @@ def _make_read_only(point: str) -> None:
 def _apply_landlock(writable: Sequence[str]) -> None:
     """Landlock: from now on this process and its children may write and delete only below ``writable``."""
     number = ctypes.c_long(SYS_LANDLOCK)
-    version = _libc_call("Landlock", "syscall", number, None, ctypes.c_size_t(0), 1)
-    if version < TRUNCATING:
+    if (version := _landlock_version()) < TRUNCATING:
         raise OSError(errno.ENOTSUP, f"Landlock of this kernel (version {version}) lets files be truncated")
     # Writing; removing and making files and folders; moving between folders; truncating.
     rights = 1 << 1 | sum(1 << bit for bit in range(4, 15))
@@ -413,6 +415,24 @@ def _apply_landlock(writable: Sequence[str]) -> None:
         os.close(place)
     _libc_call("Landlock", "prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _libc_call("Landlock", "syscall", ctypes.c_long(SYS_LANDLOCK + 2), rules, 0)
+
+
+def _landlock_version() -> int:
+    return _libc_call("Landlock", "syscall", ctypes.c_long(SYS_LANDLOCK), None, ctypes.c_size_t(0), 1)
+
+
+def _keep_signals_in() -> None:
+    """From now on this process and its children can signal only each other, where the kernel has the means.
+
+    A script may end an earlier run by the number in a file, and `pkill` or `fuser -k` the user's training.
+    """
+    with contextlib.suppress(OSError):
+        if _landlock_version() >= SCOPES:
+            attributes = (ctypes.c_uint64 * 3)(0, 0, SCOPE_SIGNAL)
+            number, size = ctypes.c_long(SYS_LANDLOCK), ctypes.c_size_t(ctypes.sizeof(attributes))
+            rules = _libc_call("Landlock", "syscall", number, ctypes.byref(attributes), size, 0)
+            _libc_call("Landlock", "syscall", ctypes.c_long(SYS_LANDLOCK + 2), rules, 0)
+            os.close(rules)
 
 
 if __name__ == "__main__":
