@@ -289,7 +289,8 @@ def test_what_a_library_does_for_each_sample_stands_beside_its_line() -> None:
     line = HotLine("data.py:9", "D.__getitem__", 55.0, "self.x[i]", inside="h5py/_hl/dataset.py:Dataset.__getitem__")
     chunks = '"x": gzip, chunks of 256 × 64, 64 KiB'
     told = '. self.x[i] at data.py:9 reads HDF5, which decompresses all chunks that a read touches ("x": gzip, chunks'
-    one = workers(fetch_s=62.0, lines=(line,), chunks=chunks, processes=0)
+    lines = (line, HotLine("data.py:12", "D.__getitem__", 7.0))
+    one = workers(fetch_s=62.0, lines=lines, chunks=chunks, processes=0)
     run = serial()
     run = replace(run, ranks=(replace(run.ranks[0], workers=(one,)),))
     fix = found(input_serial(gather(run))).fix
@@ -309,8 +310,11 @@ def test_what_a_library_does_for_each_sample_stands_beside_its_line() -> None:
 
 def test_a_call_that_a_few_lines_make_cheaper_comes_before_workers() -> None:
     line = HotLine("data.py:9", "D.__getitem__", 57.0, "zipfile.ZipFile(PATH)", inside="zipfile.py:ZipFile.__init__")
+    rest = HotLine("data.py:10", "D.__getitem__", 5.0)
     run = serial(cpus=2.0)
-    run = replace(run, ranks=(replace(run.ranks[0], workers=(workers(fetch_s=62.0, lines=(line,), processes=0),)),))
+    run = replace(
+        run, ranks=(replace(run.ranks[0], workers=(workers(fetch_s=62.0, lines=(line, rest), processes=0),)),)
+    )
     finding = found(input_serial(gather(run)))
     assert finding.fix.startswith("zipfile.ZipFile(PATH) at data.py:9 opens a file and reads its index anew ")
     assert "and keep it. Set num_workers=" in finding.fix
@@ -462,6 +466,23 @@ def test_a_batch_that_is_made_faster_than_handed_over_needs_no_worker() -> None:
     run = run_of(rank(loaders=(loader(**quick),)), on=machine(2.0), data_wait=1.1, compute=8.9)
     finding = found(input_serial(gather(run)))
     assert finding.fix.startswith("Make fetching cheaper at train.py:31: a batch takes 1.1 ms, and handing one over")
+
+
+def test_fetching_on_threads_of_its_own_computes() -> None:
+    """Reading zarr was told as waiting, with more workers than CPUs."""
+    assert gather(serial(cpu_s=6.0)).supply.waits  # type: ignore[union-attr]
+    evidence = gather(serial(cpu_s=6.0, helpers_cpu_s=70.0))
+    assert evidence.supply is not None
+    assert not evidence.supply.waits
+    assert evidence.supply.busy_share == 1.0  # two threads at once
+    assert "100 % on the CPU" in found(input_serial(evidence)).evidence[1]
+
+
+def test_the_first_batch_is_not_what_a_batch_costs_without_workers() -> None:
+    plain, imported = gather(serial()).supply, gather(serial(first_wait_s=30.0, batches=STEPS + 1)).supply
+    assert plain is not None
+    assert imported is not None
+    assert imported.batch_s == pytest.approx(plain.batch_s)
 
 
 def test_one_worker_for_batches_without_a_count_promises_no_more_than_overlap() -> None:

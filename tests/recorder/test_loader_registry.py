@@ -93,6 +93,41 @@ def test_workers_that_persist_begin_pass_after_pass(session: Session) -> None:
     assert drawn(session) == [(3, 9, 36)]
 
 
+class Threaded(Dataset[int]):
+    """Computes on a thread of its own, and imports something in the first sample."""
+
+    computes_s = 0.01
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> int:
+        thread = threading.Thread(target=self._compute, args=(0.2 if index == 0 else self.computes_s,))
+        thread.start()
+        thread.join()
+        return index
+
+    def _compute(self, cpu_s: float) -> None:
+        until = time.thread_time() + cpu_s
+        while time.thread_time() < until:
+            pass
+
+
+def test_the_first_batch_of_a_loader_without_workers_is_a_part_of_startup(session: Session) -> None:
+    """A loader that imported librosa in its first sample could give less than the training got."""
+    list(DataLoader(Threaded()))
+    (told,) = (stats.record(True) for stats in session.loaders.all)
+    assert told.first_wait_s >= 0.2
+    assert told.helpers_cpu_s < 0.2, "only that of the four samples that were measured"
+
+
+def test_threads_that_fetch_for_the_training_thread_are_told(session: Session) -> None:
+    list(DataLoader(Threaded()))
+    (told,) = (stats.record(True) for stats in session.loaders.all)
+    assert told.helpers_cpu_s >= 3.9 * Threaded.computes_s
+    assert told.wait_cpu_s < told.helpers_cpu_s
+
+
 def test_the_last_smaller_batch_of_lists_is_counted(session: Session) -> None:
     boxes = [(torch.zeros(16), {"boxes": torch.zeros(n % 3, 4)}) for n in range(11)]
     loader = DataLoader(boxes, batch_size=8, collate_fn=lambda samples: tuple(zip(*samples, strict=True)))  # type: ignore[arg-type]

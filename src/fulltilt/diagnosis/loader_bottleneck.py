@@ -20,7 +20,7 @@ from fulltilt.records import HotLine, LiveRecord, LoaderRecord, RankRecord, Work
 # Two loaders made by one line may be used side by side (labelled and unlabelled data), or be two stages.
 SIDE_BY_SIDE = 2
 _SUMS = (
-    *("constructed", "passes", "batches", "eval_batches", "samples", "wait_s", "wait_cpu_s"),
+    *("constructed", "passes", "batches", "eval_batches", "samples", "wait_s", "wait_cpu_s", "helpers_cpu_s"),
     *("pickled_workers", "pickle_s"),
 )
 _WORKER_SUMS = (
@@ -253,14 +253,17 @@ def _paused_s(number: int, workers: WorkerRecord, spans: Spans) -> float:
 
 
 def _serial_supply(loader: LoaderRecord, spans: Spans, cpu_wait_s: float) -> Supply | None:
-    batch_s = (loader.wait_s + loader.first_wait_s) / loader.batches
-    batch_cpu_s = min(loader.wait_cpu_s / loader.batches, batch_s)
+    # The first wait, if it was a part of start-up, says nothing of a batch: modules are imported, files opened.
+    batches = loader.batches - (loader.first_wait_s > 0)
+    batch_s = loader.wait_s / batches if batches else loader.first_wait_s
+    batch_cpu_s = (loader.wait_cpu_s + loader.helpers_cpu_s) / max(batches, 1)
+    busy_s = min(batch_cpu_s, batch_s)  # on several threads it takes less time than CPU time
     if loader.samples is None or batch_s <= 0:
         return None
     buckets = sum_buckets(span.buckets for span in spans)
     active_s = max(buckets.total_s - buckets.startup_s, 1e-9)
     # Assumes that the thread lacks a CPU as often while it fetches as at other times: it is not measured per batch.
-    queue_s = min(batch_s * min(cpu_wait_s / active_s, 1.0), batch_s - batch_cpu_s)
+    queue_s = min(batch_s * min(cpu_wait_s / active_s, 1.0), batch_s - busy_s)
     return Supply(
         workers=0,
         samples_per_batch=loader.samples / loader.batches,
@@ -268,7 +271,7 @@ def _serial_supply(loader: LoaderRecord, spans: Spans, cpu_wait_s: float) -> Sup
         batch_cpu_s=batch_cpu_s,
         fetch_s=batch_s,
         queue_s=queue_s,
-        busy_share=(batch_cpu_s + queue_s) / batch_s,
+        busy_share=(busy_s + queue_s) / batch_s,
         runs_ahead=runs_ahead(loader),
     )
 

@@ -229,6 +229,7 @@ class LoaderRecord:
     batch_tensors: int | None = None
     wait_s: float = 0.0
     wait_cpu_s: float = 0.0
+    helpers_cpu_s: float = 0.0  # of other threads of the process in waits without workers, as zarr has
     first_wait_s: float = 0.0
     restart_s: float = 0.0
     wait_slope: tuple[float, float] | None = None

@@ -114,7 +114,7 @@ def input_serial(evidence: Evidence) -> Judgement:
         return None
     if loader is None or loader.made_by == "script":
         return _made_by_hand(evidence)
-    if loader.batches and not loader.wait_s:
+    if loader.batches and not loader.wait_s and not loader.first_wait_s:
         return _drawn_by_own_thread(evidence, loader)
     if loader.num_workers or sampling_share(loader) >= THRESHOLDS.sampling_share:
         return _slow_sampler(evidence, loader)
@@ -133,9 +133,9 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
     beside = beside_training(loader, workers)
     if supply := evidence.supply:
         how = "num_workers=0" if beside is None else f"drawn from {loader.made_by} without a DataLoader"
-        queueing = supply.queue_s / supply.batch_s
+        queueing, computing = supply.queue_s / supply.batch_s, min(supply.batch_cpu_s / supply.batch_s, 1.0)
         facts.append(
-            f"{how}: a batch takes {seconds(supply.batch_s)}, {percent(supply.batch_cpu_s / supply.batch_s)} on the CPU"
+            f"{how}: a batch takes {seconds(supply.batch_s)}, {percent(computing)} on the CPU"
             + (f", {percent(queueing)} waiting for a CPU" if queueing >= THRESHOLDS.warn_share else "")
             + ("; fetching mostly waits instead of computing" if supply.waits else "")
         )

@@ -62,6 +62,7 @@ class LoaderStats:
     waiting_since_s: float | None = None
     timed_wait_s: float = 0.0
     timed_cpu_s: float = 0.0
+    timed_helpers_cpu_s: float = 0.0
     first_wait_s: float = 0.0
     restart_s: float = 0.0
     arrived: tuple[int, float] = (-1, 0.0)  # how many batches had come, and when the last of them did
@@ -108,6 +109,11 @@ class LoaderStats:
         """CPU time of the training thread inside next(), from the waits in which it was measured."""
         return self.wait_s * self.timed_cpu_s / self.timed_wait_s if self.timed_wait_s else 0.0
 
+    @property
+    def helpers_cpu_s(self) -> float:
+        """CPU time of other threads of the process inside next(), likewise."""
+        return self.wait_s * self.timed_helpers_cpu_s / self.timed_wait_s if self.timed_wait_s else 0.0
+
     def inspect(self, batch: Any) -> None:
         """Measure size, structure and padding of a batch; a few batches are enough."""
         self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))
@@ -142,6 +148,7 @@ class LoaderStats:
             batch_shapes=len(self.shapes) or None,
             wait_s=self.waited_s,
             wait_cpu_s=self.wait_cpu_s,
+            helpers_cpu_s=self.helpers_cpu_s,
             first_wait_s=self.first_wait_s,
             restart_s=self.restart_s,
             wait_slope=wait_slope(tuple(self.draws)),

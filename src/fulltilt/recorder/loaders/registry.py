@@ -355,6 +355,7 @@ class BatchTimer:
         workers = _workers(source)
         timed = first or stats.batches < TIME_CPU_FIRST or stats.batches % TIME_CPU_EVERY == 0
         cpu = time.thread_time() if timed else 0.0
+        all_cpu = time.process_time() if timed and not workers else 0.0
         began = stats.waiting_since_s = time.perf_counter()
         try:
             batch = next_batch(source)
@@ -370,7 +371,7 @@ class BatchTimer:
         except BaseException:
             # Often Ctrl-C, because no batch comes any more: that wait, too, is the loader's.
             cpu_s = time.thread_time() - cpu if timed else 0.0
-            self._note_wait(first and workers > 0, time.perf_counter() - began, cpu_s)
+            self._note_wait(first, workers, time.perf_counter() - began, cpu_s)
             recorder.switch(before)
             raise
         if self._unit is not None and loaders.waiting_for is not stats:
@@ -378,7 +379,9 @@ class BatchTimer:
             self._passes_on = True
             return batch
         waited = time.perf_counter() - began
-        self._note_wait(first and workers > 0, waited, time.thread_time() - cpu if timed else None)
+        thread_cpu_s = time.thread_time() - cpu if timed else None
+        all_cpu_s = time.process_time() - all_cpu if timed and not workers else None
+        self._note_wait(first, workers, waited, thread_cpu_s, all_cpu_s)
         if not first and stats.arrived[0] == stats.batches:
             stats.draws.append((began - stats.arrived[1], waited))
         if first:
@@ -412,18 +415,22 @@ class BatchTimer:
             stats.wait_s += wait_s
             stats.timed_wait_s += wait_s
 
-    def _note_wait(self, first: bool, wait_s: float, cpu_s: float | None) -> None:
+    def _note_wait(
+        self, first: bool, workers: int, wait_s: float, cpu_s: float | None, all_cpu_s: float | None = None
+    ) -> None:
+        """A wait has ended; ``all_cpu_s`` is the CPU time of all threads of the process meanwhile."""
         stats = self._stats
         stats.waiting_since_s = None
-        if first and stats.passes == 1:
-            stats.first_wait_s += wait_s
-        elif first:
+        if first and stats.passes == 1 and (workers or not self._recorder.training):
+            stats.first_wait_s += wait_s  # a part of start-up, in which modules are imported and files opened
+        elif first and workers:
             stats.restart_s += wait_s
         else:
             stats.wait_s += wait_s
             if cpu_s is not None:
                 stats.timed_wait_s += wait_s
                 stats.timed_cpu_s += cpu_s
+                stats.timed_helpers_cpu_s += max(all_cpu_s - cpu_s, 0.0) if all_cpu_s is not None else 0.0
 
     def _count(self, batch: Any) -> int | None:
         stats = self._stats
