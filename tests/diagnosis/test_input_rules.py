@@ -285,6 +285,18 @@ def test_serial_loading_that_has_no_cpu_is_not_taken_for_waiting() -> None:
     assert finding.predicted_speedup[0] == 1.0
 
 
+def test_more_workers_promise_nothing_for_certain_where_others_take_the_cpus() -> None:
+    """Beside other jobs the second worker won 1.31 ×, and was told to win 1.47 to 1.67 ×."""
+    alone = found(input_cpu_bound(gather(fed(workers(), cpus=4.0)))).predicted_speedup
+    run = fed(workers(), cpus=4.0)
+    busy = replace(run, samples=sampled(host_reading=host(cpu_pct=99.0, tree_cpu_pct=40.0)))
+    crowded = found(input_cpu_bound(gather(busy)))
+    assert "Other processes on the machine take the CPUs" in crowded.fix
+    assert alone is not None
+    assert alone[0] > 1.0
+    assert crowded.predicted_speedup == (1.0, alone[1])
+
+
 def test_what_a_library_does_for_each_sample_stands_beside_its_line() -> None:
     line = HotLine("data.py:9", "D.__getitem__", 55.0, "self.x[i]", inside="h5py/_hl/dataset.py:Dataset.__getitem__")
     chunks = '"x": gzip, chunks of 256 × 64, 64 KiB'

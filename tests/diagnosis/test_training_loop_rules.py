@@ -29,7 +29,19 @@ from fulltilt.records import (
     Settings,
     Span,
 )
-from tests.diagnosis.examples import BATCH, gpu, gpu_rank, host, loader, machine, rank, run_of, spans_of, workers
+from tests.diagnosis.examples import (
+    BATCH,
+    gpu,
+    gpu_rank,
+    host,
+    loader,
+    machine,
+    rank,
+    run_of,
+    sampled,
+    spans_of,
+    workers,
+)
 
 
 def found(judgement: object) -> Finding:
@@ -69,6 +81,9 @@ def test_a_vector_of_environments_should_step_in_processes() -> None:
         finding = found(host_code(gather(run_of(acting, on=machine(2.0), host_code=50.0, compute=50.0))))
         assert finding.fix.startswith("envs.step(actions) at ppo.py:26: the environment is slow: step several at once")
         assert finding.predicted_speedup == (1.0, 1.33)
+        busy = sampled(host_reading=host(cpu_pct=99.0, tree_cpu_pct=20.0))
+        crowded = found(host_code(gather(run_of(acting, on=machine(2.0), samples=busy, host_code=50.0, compute=50.0))))
+        assert "Other processes on the machine take the CPUs" in crowded.fix
 
 
 def test_logging_of_weights_should_be_rarer() -> None:

@@ -338,8 +338,9 @@ def _workers_too_slow(evidence: Evidence, code: FindingCode, bottleneck: Bottlen
             f" Check that {loader.dataset} skips the samples of other workers (get_worker_info()) before it reads and "
             "decodes them: otherwise each worker does the work of all."
         )
-    if others:
+    if others:  # workers more would share the CPUs with them as well
         fix += f" {OTHERS_TAKE_CPUS}"
+        predicted = gain(1.0, predicted[1])
     if bottleneck is Bottleneck.IO:
         read = evidence.workers.read_bytes if evidence.workers else None
         if read is not None and read >= THRESHOLDS.storage_read_bytes_per_s * evidence.active_s:

@@ -201,6 +201,8 @@ def host_code(evidence: Evidence) -> Judgement:
     slow = call if thin or (call and lines and lines[0].function == call.function) else next(iter(lines), None)
     if slow and evidence.loader is None and (steps_an_environment(slow) or (call and steps_an_environment(call))):
         fix = f"{call_at(call or slow)}: {SLOW_ENVIRONMENT}."
+        if others := neighbours(evidence):
+            facts, fix = [*facts, *others], f"{fix} {OTHERS_TAKE_CPUS}"
         predicted = gain(1.0, amdahl(share * (1 - 1 / max(evidence.usable_cpus, 1.0))))
     elif slow:
         fix = _speed_up_line(slow, call or slow, share, _is_seldom(evidence))
