@@ -320,6 +320,19 @@ def test_what_a_library_does_for_each_sample_stands_beside_its_line() -> None:
     assert "HDF5" not in found(input_cpu_bound(gather(fed(seldom)))).fix
 
 
+def test_a_costly_library_counts_with_all_lines_that_call_it() -> None:
+    """Rows of a pandas table, taken apart on four lines: 2.5 × were told, 4.8 × were won."""
+    series = "pandas/core/series.py:Series.__getitem__"
+    row = HotLine("data.py:9", "D.__getitem__", 40.0, "row[columns]", inside=series)
+    others = (replace(row, where="data.py:10", seconds=10.0), HotLine("data.py:12", "D.__getitem__", 5.0))
+    for lines, most in (((row, *others), 2.29), ((row, others[1]), 2.23)):
+        run = serial(cpus=1.0)
+        run = replace(run, ranks=(replace(run.ranks[0], workers=(workers(fetch_s=62.0, lines=lines, processes=0),)),))
+        finding = found(input_serial(gather(run)))
+        assert finding.fix.startswith("row[columns] at data.py:9 takes a row out of a pandas table")
+        assert finding.predicted_speedup == (1.0, most)
+
+
 def test_a_call_that_a_few_lines_make_cheaper_comes_before_workers() -> None:
     line = HotLine("data.py:9", "D.__getitem__", 57.0, "zipfile.ZipFile(PATH)", inside="zipfile.py:ZipFile.__init__")
     rest = HotLine("data.py:10", "D.__getitem__", 5.0)

@@ -176,9 +176,12 @@ def with_cheaper_call(
     batch = evidence.loader.batch_size if evidence.loader else None
     stored = f" ({chunks}{f'; a batch has {batch} samples' if batch else ''})" if chunks else ", where it is compressed"
     advice = f"{call_at(line)} {known.does.format(chunks=stored)}: {known.instead}."
-    # Samples of the stack miss some of the time: of that which they saw, the line had this part.
-    seen_s = sum(one.seconds for one in evidence.workers.lines) if evidence.workers else whole_s
-    without = amdahl(evidence.data_wait_share * line.seconds / max(min(whole_s, seen_s), line.seconds))
+    # Other lines call the same library: a row is taken out of a table here, and its fields there. And samples of the
+    # stack miss some of the time: of that which they saw, these lines had this part.
+    lines = evidence.workers.lines if evidence.workers else (line,)
+    same_s = sum(one.seconds for one in lines if costly_call(one) is known)
+    seen_s = min(sum(one.seconds for one in lines), whole_s)
+    without = amdahl(evidence.data_wait_share * min(same_s / max(seen_s, 1e-9), 1.0))
     if known.easy:
         return f"{advice} {fix}", gain(predicted[0], max(predicted[1], without))
     if without > predicted[1]:  # the gain that is predicted is that of what is advised first
