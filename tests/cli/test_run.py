@@ -371,7 +371,7 @@ def test_the_training_is_recorded_with_where_the_loader_is(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_what_a_forked_child_trains_on_the_side_is_not_the_jobs(tmp_path: Path) -> None:
     # Its record begins within a second; a child that trains before then would take its place in the folder.
-    train = "exec('[step() for _ in range(500)]; os._exit(0)')"
+    train = "exec('[step() for _ in range(500)]; raise SystemExit')"
     fork = f"import os, time; time.sleep(1.5); child = os.fork() or {train}; os.waitpid(child, 0)"
     script = TRAINS.format(epochs=3, after=fork).replace(
         "for epoch", "def step():\n    model(torch.zeros(1, 4)).sum().backward()\n    optimizer.step()\nfor epoch", 1

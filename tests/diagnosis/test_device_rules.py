@@ -319,12 +319,6 @@ def test_compute_on_the_cpu_is_divided_by_the_lines_that_it_starts_from() -> Non
     assert "Only less arithmetic (of which teacher(x) at train.py:9 63 %), a faster processor" in fix
 
 
-def test_a_function_that_computes_much_is_told_by_its_call_in_the_loop() -> None:
-    calls = (HotLine("train.py:9", "main", 38.0, "metric()"), HotLine("train.py:8", "main", 4.0, "scale(x)"))
-    told = found(compute_bound(gather(run_of(rank(computing_calls=calls), compute=95.0, host_code=5.0)))).evidence
-    assert [fact for fact in told if "main" in fact] == ["of compute, 40 % in main, train.py:9 (metric())"]
-
-
 def test_a_step_of_many_small_operations_is_told_with_its_line() -> None:
     """A loss in a Python loop over pairs was told that only a faster processor helps."""
     line = HotLine("loss.py:11", "contrastive", 30.0, "z[i] - z[j]")

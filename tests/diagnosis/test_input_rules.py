@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fulltilt.diagnosis import answer
-from fulltilt.diagnosis.evidence import Evidence, gather, one_loader_a_line
+from fulltilt.diagnosis.evidence import Evidence, gather
 from fulltilt.diagnosis.findings import Judgement
 from fulltilt.diagnosis.loader_bottleneck import Bottleneck
 from fulltilt.diagnosis.rules.data_loading import (
@@ -778,53 +778,6 @@ def test_respawned_workers_should_persist() -> None:
         " (later epochs are shuffled differently)."
     )
     assert finding.predicted_speedup == (1.25, 1.67)
-
-
-def curriculum(stages: int, **changes: Any) -> Any:
-    """A rank whose script makes a loader for each epoch, each over more data."""
-    loaders = [
-        loader(loader_id=n, num_workers=2, passes=1, dataset_len=100 + n, first_wait_s=2.0, **changes)
-        for n in range(stages)
-    ]
-    return rank(loaders=tuple(loaders), workers=tuple(workers(loader_id=n) for n in range(stages)))
-
-
-def test_loaders_that_one_line_makes_of_a_changing_data_set_are_one() -> None:
-    run = run_of(curriculum(8), epoch_turnover=60.0, compute=40.0)
-    finding = found(epoch_restart(gather(run)))
-    assert "8 passes, 8.57 s for each new one" in finding.evidence
-    assert "its 2 workers are started anew for each pass (the DataLoader is made 8 times)" in finding.evidence
-    assert finding.fix.endswith("True), made once before the loop over epochs (later epochs are shuffled differently).")
-    assert answer(run).verdict.sentence.startswith("Epoch restarts: restarting the loader for each epoch takes 60 %")
-
-
-def test_joined_loaders_keep_what_they_and_their_workers_did() -> None:
-    plain = curriculum(5)
-    joined = one_loader_a_line(plain)
-    ((one,), (did,)) = joined.loaders, joined.workers
-    assert (one.loader_id, one.passes, one.constructed, one.first_wait_s) == (0, 5, 5, 2.0)
-    assert one.restart_s == pytest.approx(sum(each.restart_s for each in plain.loaders) + 4 * 2.0)
-    for name in ("batches", "samples", "wait_s"):
-        assert getattr(one, name) == sum(getattr(each, name) for each in plain.loaders)
-    for name in ("batches", "fetch_s", "fetch_cpu_s", "idle_s"):
-        assert getattr(did, name) == pytest.approx(sum(getattr(each, name) for each in plain.workers))
-    assert sum(line.seconds for line in did.lines) == pytest.approx(
-        sum(line.seconds for each in plain.workers for line in each.lines)
-    )
-
-
-def test_merged_loaders_keep_the_storage_that_their_workers_read() -> None:
-    plain, data = curriculum(3), StorageReading("/data", kind="network")
-    read = replace(plain, workers=tuple(replace(each, data=data) for each in plain.workers))
-    (did,) = one_loader_a_line(read).workers
-    assert did.data == data
-
-
-@pytest.mark.parametrize("apart", [curriculum(2), curriculum(5, made_by="transformers")])
-def test_two_loaders_side_by_side_and_those_of_others_stay_apart(apart: Any) -> None:
-    assert one_loader_a_line(apart) == apart
-    long = replace(apart, loaders=tuple(replace(each, passes=9, role="train") for each in apart.loaders))
-    assert one_loader_a_line(long) == long
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -186,17 +186,6 @@ def test_a_line_of_the_loop_itself_is_not_taken_for_the_call_beside_it(own_s: fl
     assert named.endswith(f" at {finding.where}")
 
 
-def test_what_a_call_of_the_loop_computes_is_told_beside_its_own_code() -> None:
-    lines = (HotLine("metric.py:4", "score", 28.0, "np.cov(x)"),)
-    call = HotLine("train.py:9", "main", 29.0, "metric()")
-    computing = (replace(call, seconds=12.0), HotLine("train.py:8", "main", 40.0, "loss_of(x)"))
-    told = rank(host_lines=lines, loop_calls=(call,), computing_calls=computing)
-    evidence = found(host_code(gather(run_of(told, host_code=30.0, compute=70.0)))).evidence
-    assert evidence[-1] == "what torch computes in metric() at train.py:9 counts as compute: 12 s more"
-    alone = replace(told, computing_calls=computing[1:])
-    assert found(host_code(gather(run_of(alone, host_code=30.0, compute=70.0)))).evidence == evidence[:-1]
-
-
 def test_slow_launches_are_not_the_scripts_own_code() -> None:
     lines = (HotLine("train.py:55", "main", 20.0),)
     launching = gather(run_of(gpu_rank(launch_s=17.0, host_lines=lines), host_code=20.0, compute=80.0))

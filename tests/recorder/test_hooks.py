@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import math
-import os
 import pickle
 import sys
 import threading
@@ -46,7 +45,6 @@ def entry_points() -> dict[str, Any]:
     }
     points |= {name: vars(torch.Tensor).get(name, "inherited") for name in ("to", "cuda", *READS)}
     points |= {name: getattr(torch.distributed, name) for name in COLLECTIVES if hasattr(torch.distributed, name)}
-    points |= {name: getattr(os, name) for name in ("_exit", "abort")}
     points |= {"collect": gc.collect, "collections": len(gc.callbacks)}
     points |= {"threads": threading.enumerate, "number of threads": threading.active_count}
     points |= {"excepthook": sys.excepthook, "excepthook of threads": threading.excepthook}
@@ -234,14 +232,14 @@ def test_the_learning_rate_is_that_from_before_a_warm_up(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["torch.save", "os._exit", "torch.distributed.all_reduce", "torch.Tensor.to", "torch.nn.Module.train"]
+    "name", ["torch.save", "torch.distributed.all_reduce", "torch.Tensor.to", "torch.nn.Module.train"]
 )
 def test_what_is_patched_can_be_pickled(tmp_path: Path, name: str) -> None:
     """A pool of processes that saves in the background is given torch.save itself."""
     session = Session(torch, tmp_path, time.perf_counter_ns())
     session.install()
     try:
-        patched = eval(name, {"torch": torch, "os": os})
+        patched = eval(name, {"torch": torch})
         assert pickle.loads(pickle.dumps(patched)) is patched
     finally:
         session.finish()

@@ -13,7 +13,6 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from fulltilt.report.console import ERRORS, encodable
 from fulltilt.report.legend import BUCKET_LEGEND, LegendEntry
 from fulltilt.report.run_view import Lane, LanePart, StepPicture, _fetching_title
 from fulltilt.report.terminal import ledger_bar, show, step_lines, verdict_lines
@@ -26,7 +25,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 def printed(*names: str, width: int = 80, colour: bool = False, encoding: str = "utf-8") -> str:
     raw = io.BytesIO()
-    file = io.TextIOWrapper(raw, encoding=encoding, errors=ERRORS, newline="\n")
+    file = io.TextIOWrapper(raw, encoding=encoding, errors="replace", newline="\n")
     console = Console(
         file=file,
         width=width,
@@ -57,11 +56,6 @@ def test_no_line_is_wider_than_the_terminal(name, width):
     assert max(map(cell_len, lines)) <= width
 
 
-def test_a_comparison_of_different_scripts_says_so():
-    assert "Different scripts (train.py, fit.py)" in printed("starved", "cpu_only")
-    assert "Different scripts" not in printed("starved", "starved")
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_colour_changes_nothing_but_colours_and_patterns(name):
     plain, coloured = printed(name), printed(name, colour=True)
@@ -69,10 +63,6 @@ def test_colour_changes_nothing_but_colours_and_patterns(name):
     assert "\x1b" not in plain
     patterns = f"[{re.escape(''.join(entry.pattern for entry in BUCKET_LEGEND.values()))}]"
     assert re.sub(patterns, "█", plain) == re.sub(patterns, "█", ANSI.sub("", coloured))
-
-
-def test_without_colour_every_bucket_has_a_pattern_of_its_own_also_in_ascii():
-    assert len({encodable(entry.pattern, "ascii") for entry in BUCKET_LEGEND.values()}) == len(BUCKET_LEGEND)
 
 
 @pytest.mark.parametrize("width", [40, 80])
@@ -87,12 +77,6 @@ def test_a_pipe_gets_plain_text():
     file = io.StringIO()
     show(Console(file=file, _environ={}), [examples.starved()])
     assert "\x1b" not in file.getvalue()
-
-
-def test_an_ascii_terminal_gets_ascii_bars():
-    text = printed("starved", encoding="ascii")
-    assert ".....##" in text
-    assert "->" in text
 
 
 def test_terminal_codes_and_markup_in_names_are_text():

@@ -12,7 +12,6 @@ from fulltilt.diagnosis.loader_bottleneck import (
     find_bottleneck,
     loader_ceiling,
     measure_supply,
-    one_loader_a_line,
     without_first_batches,
 )
 from fulltilt.diagnosis.stragglers import RankSteps, align, compare_ranks
@@ -222,7 +221,7 @@ class Evidence:
 
 def gather(run: Run) -> Evidence:
     """Everything the rules look at, from the records of a run."""
-    run = replace(run, ranks=tuple(without_first_batches(one_loader_a_line(rank)) for rank in run.ranks))
+    run = replace(run, ranks=tuple(without_first_batches(rank) for rank in run.ranks))
     each = ledgers.close_ranks(run)
     ledger = ledgers.make_ledger(run, each)
     rank_steps = align(run)

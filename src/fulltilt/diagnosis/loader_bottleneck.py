@@ -6,76 +6,15 @@ thread is the bottleneck. Workers that queue for a CPU are too many. All others 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from fulltilt.diagnosis.ledger import Spans, paused_s, rare_host_code_s, sum_buckets
 from fulltilt.diagnosis.thresholds import THRESHOLDS
 from fulltilt.records import HotLine, LiveRecord, LoaderRecord, RankRecord, WorkerRecord
 
-# --------------------------------------------------------------------------- loaders made by one line
-
-# Two loaders made by one line may be used side by side (labelled and unlabelled data), or be two stages.
-SIDE_BY_SIDE = 2
-_SUMS = (
-    *("constructed", "passes", "batches", "eval_batches", "samples", "wait_s", "wait_cpu_s", "helpers_cpu_s"),
-    *("pickled_workers", "pickle_s"),
-)
-_WORKER_SUMS = (
-    *("batches", "fetch_s", "fetch_cpu_s", "cpu_wait_s", "idle_s", "process_cpu_s", "read_bytes", "reads"),
-    *("first_batches", "first_fetch_s", "first_fetch_cpu_s", "first_cpu_wait_s"),
-)
-
-
-def one_loader_a_line(rank: RankRecord) -> RankRecord:
-    """The rank with all loaders (and their workers) merged that one line made for a pass each, as a curriculum does."""
-    lines: dict[tuple[str, str, int], list[LoaderRecord]] = {}
-    for loader in rank.loaders:
-        if loader.made_by is None and loader.where and loader.passes <= loader.constructed:
-            lines.setdefault((loader.role, loader.where, loader.num_workers), []).append(loader)
-    for same in lines.values():
-        if len(same) > SIDE_BY_SIDE:
-            one, work = _joined(rank, same)
-            ids = {loader.loader_id for loader in same}
-            loaders = (one if loader is same[0] else loader for loader in rank.loaders if loader not in same[1:])
-            others = (record for record in rank.workers if record.loader_id not in ids)
-            rank = replace(rank, loaders=tuple(loaders), workers=(*others, *([work] if work else ())))
-    return rank
-
-
-def _joined(rank: RankRecord, same: Sequence[LoaderRecord]) -> tuple[LoaderRecord, WorkerRecord | None]:
-    """Several loaders merged into one, and the record of all their workers, if there is any."""
-    first = same[0]
-    # The first wait of each later loader is the restart for another pass.
-    restart_s = sum(loader.restart_s for loader in same) + sum(loader.first_wait_s for loader in same[1:])
-    loader = replace(
-        same[-1],
-        loader_id=first.loader_id,
-        first_wait_s=first.first_wait_s,
-        restart_s=restart_s,
-        batch_bytes=_largest(same, "batch_bytes"),
-        sampler_lines=joined_lines(line for loader in same for line in loader.sampler_lines),
-        **{name: _sum(same, name) for name in _SUMS},
-    )
-    ids = {one.loader_id for one in same}
-    records = [record for record in rank.workers if record.loader_id in ids]
-    if not records:
-        return loader, None
-    return loader, replace(
-        records[-1],
-        loader_id=first.loader_id,
-        processes=max(record.processes for record in records),
-        lines=joined_lines(line for record in records for line in record.lines),
-        first_lines=joined_lines(line for record in records for line in record.first_lines),
-        growing_lines=joined_lines(line for record in records for line in record.growing_lines),
-        pss_bytes=_largest(records, "pss_bytes"),
-        cpus=_largest(records, "cpus"),
-        chunks=next((record.chunks for record in records if record.chunks), None),
-        read_bytes_by_pass=(),
-        **{name: _sum(records, name) for name in _WORKER_SUMS},
-    )
+# --------------------------------------------------------------------------- the first batches of a pass
 
 
 def without_first_batches(rank: RankRecord) -> RankRecord:
@@ -120,16 +59,6 @@ def joined_lines(lines: Iterable[HotLine]) -> tuple[HotLine, ...]:
         known = total.get(key)
         total[key] = line if known is None else replace(known, seconds=known.seconds + line.seconds)
     return tuple(sorted(total.values(), key=lambda line: -line.seconds))
-
-
-def _sum(records: Sequence[LoaderRecord | WorkerRecord], name: str) -> Any:
-    """The sum; None where a record was not measured."""
-    values = [getattr(record, name) for record in records]
-    return None if None in values else sum(values)
-
-
-def _largest(records: Sequence[LoaderRecord | WorkerRecord], name: str) -> int | None:
-    return max((value for record in records if (value := getattr(record, name)) is not None), default=None)
 
 
 # --------------------------------------------------------------------------- what sets the rate of the input

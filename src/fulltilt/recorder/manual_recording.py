@@ -233,7 +233,6 @@ class Recording(LoopMarks):
         self._sampler.start()
         self._session = Session(torch, self._files.folder, t0_ns)
         self._session.begin_here()
-        self._session.exits.write_record = self._write_record
         atexit.register(self._stop_with_process)
         Recording.under_way = self
         return self
@@ -260,12 +259,6 @@ class Recording(LoopMarks):
             store.wait_for_tasks(self.folder)
         if task is None or task.number == 0:
             show_report(self.folder)
-
-    def _write_record(self, status: int) -> None:
-        """The process is about to leave: there is time to write the record, but not for a report."""
-        if self._session is not None and self._files is not None:
-            self._session.observer.finish()
-            self._files.close("killed" if status < 0 else "crashed" if status else "done", status)
 
     def _stop_with_process(self) -> None:
         """The script has ended without a call of ``stop``."""

@@ -130,7 +130,6 @@ class RankState:
         self._drawing_lines = LineTimes()
         self._drawn_from = LineTimes()
         self._loop_calls = LineTimes()
-        self._computing_calls = LineTimes()
         self.sync_lines = LineTimes()
         self.checkpoint_lines = LineTimes()
         self._validation_lines = LineTimes()
@@ -199,10 +198,9 @@ class RankState:
             self._compute_lines.add(view, weight_s)
         elif view.kind == "checkpoint":
             self.checkpoint_lines.add(view, weight_s)
-        if view.called_at is not None and activity is not Activity.DATA_WAIT:
+        if view.called_at is not None and view.kind == "host" and activity is not Activity.DATA_WAIT:
             where, function, call = view.called_at
-            calls = self._loop_calls if view.kind == "host" else self._computing_calls
-            calls.charge(where, function, weight_s, call)
+            self._loop_calls.charge(where, function, weight_s, call)
 
     def sampled_in_validation(self, view: StackView, weight_s: float) -> None:
         """A stack sample of the user's own time while the job validates; of torch's work there no line is kept."""
@@ -311,7 +309,6 @@ class RankState:
             operations=None if on_gpu else self.operations,
             drawn_from=next(iter(self._drawn_from.top(1)), None),
             loop_calls=self._loop_calls.top(3),
-            computing_calls=() if on_gpu else self._computing_calls.top(),
             sync_lines=self.sync_lines.top(scale=scale),
             checkpoint_lines=self.checkpoint_lines.top(),
             validation_lines=self._validation_lines.top(),

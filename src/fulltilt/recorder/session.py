@@ -13,7 +13,7 @@ from fulltilt.recorder.hooks import Patches
 from fulltilt.recorder.hooks.compiling import CompileHooks
 from fulltilt.recorder.hooks.cuda import DeviceHooks, GraphHooks
 from fulltilt.recorder.hooks.dataloader import override_fastai, watch_iterables, watch_loaders
-from fulltilt.recorder.hooks.processes import ExitHooks, hide_our_threads, show_errors_without_ours, watch_ranks
+from fulltilt.recorder.hooks.processes import hide_our_threads, show_errors_without_ours, watch_ranks
 from fulltilt.recorder.hooks.training import StepHooks, watch_garbage_collector, watch_saving
 from fulltilt.recorder.import_watcher import imported_iterables
 from fulltilt.recorder.loaders import LoaderRegistry
@@ -35,7 +35,6 @@ class Session:
         self.loaders = LoaderRegistry(self.recorder, torch)
         self.state.loaders = self.loaders
         self.device = DeviceHooks(torch, self.recorder)
-        self.exits = ExitHooks(self.recorder, lambda _: self.observer.finish())
         self._steps = StepHooks(torch, self.recorder, self.loaders, self.device.trains_on_gpu)
         self._graphs = GraphHooks(torch, self.recorder, self._steps)
         self._patches = Patches()
@@ -67,7 +66,6 @@ class Session:
         watch_garbage_collector(patches, recorder)
         self.device.install(patches)
         watch_ranks(patches, torch, recorder)
-        self.exits.install(patches)
         hide_our_threads(patches)
         show_errors_without_ours(patches)
 

@@ -460,7 +460,6 @@ class RankRecord:
     operations: int | None = None  # in the autograd graph of one backward on the CPU, counted once, up to a limit
     drawn_from: HotLine | None = None  # a generator of the script, at the line where the training loop iterates over it
     loop_calls: tuple[HotLine, ...] = ()  # lines of the training loop that call a function of the script
-    computing_calls: tuple[HotLine, ...] = ()  # the same lines, by what torch computes in them on the CPU
     validates_at: str | None = None  # the line in or around the training loop that calls the validation
     sync_lines: tuple[HotLine, ...] = ()
     checkpoint_lines: tuple[HotLine, ...] = ()

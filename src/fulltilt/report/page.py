@@ -29,7 +29,7 @@ from fulltilt.report.page_charts import (
     step_charts,
     step_lanes,
 )
-from fulltilt.report.run_view import Reported, compare, different_scripts, distinct_names, step_picture, used_loaders
+from fulltilt.report.run_view import Reported, compare, distinct_names, step_picture, used_loaders
 from fulltilt.store import write_text
 
 # --------------------------------------------------------------------------- parts
@@ -311,9 +311,8 @@ def _comparison(runs: Sequence[Reported]) -> list[Child]:
         for name, run in zip(names, runs, strict=True)
     ]
     eyebrow, title = element("p", "Comparison", class_="eyebrow info"), f"{len(runs)} runs side by side"
-    note = different_scripts(runs)
     return [
-        element("header", eyebrow, element("h1", title), element("p", note) if note else None, class_="verdict"),
+        element("header", eyebrow, element("h1", title), class_="verdict"),
         _section("Settings and results", _figure_table("Comparison of the runs", "", names, rows, "comparison")),
         _section("Where the time went", ledgers),
         _section("One step, to one scale", steps),

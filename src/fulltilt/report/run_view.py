@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from fulltilt import figures
 from fulltilt.diagnosis.ledger import after_first_step, unseen_seconds
-from fulltilt.diagnosis.loader_bottleneck import joined_lines, one_loader_a_line
+from fulltilt.diagnosis.loader_bottleneck import joined_lines
 from fulltilt.figures import NOT_MEASURED, clean, count, number, one_line, percent, seconds, whole
 from fulltilt.records import (
     DeepRecord,
@@ -223,13 +223,15 @@ RUN_FIGURES: dict[str, Callable[[Diagnosis], str]] = {
 # --------------------------------------------------------------------------- one step
 
 UsedLoader = tuple[LoaderRecord, WorkerRecord | None]
+MOST_LOADERS = 16
 
 
 def used_loaders(rank: RankRecord) -> list[UsedLoader]:
-    """The loaders that gave batches, those of one line merged, each with the record of its workers."""
-    rank = one_loader_a_line(rank)
+    """The loaders that gave batches, of very many those that gave most, each with the record of its workers."""
     workers = {work.loader_id: work for work in rank.workers}
-    return [(loader, workers.get(loader.loader_id)) for loader in rank.loaders if loader.batches > 0]
+    used = sorted((loader for loader in rank.loaders if loader.batches > 0), key=lambda loader: -loader.batches)
+    shown = sorted(used[:MOST_LOADERS], key=lambda loader: loader.loader_id)
+    return [(loader, workers.get(loader.loader_id)) for loader in shown]
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +316,8 @@ def _worker_lane(used: UsedLoader, steps: int, step_s: float) -> Lane | None:
     loader, work = used
     if work is None or work.batches == 0 or loader.num_workers == 0 or steps == 0:
         return None
+    if 2 * loader.batches < steps:
+        return None  # other loaders fed the other steps
     # The workers' batches may be fewer than the loader's: those not reported before they were stopped are missing.
     each = loader.batches / steps / loader.num_workers / work.batches
     queue_s = work.cpu_wait_s or 0.0
@@ -384,27 +388,6 @@ def compare(runs: Sequence[Reported]) -> tuple[Row, ...]:
     rows.append(("relative speed, after start-up", _against_first(answers)))
     known = [(name, cells) for name, cells in rows if any(cell != NOT_MEASURED for cell in cells)]
     return tuple(Row(name, tuple(cells), name in settings) for name, cells in known)
-
-
-def different_scripts(runs: Sequence[Reported]) -> str | None:
-    """A note that the runs are of different scripts, so that their speeds are no comparison; None where they are not.
-
-    A script that was copied elsewhere is the same.
-    """
-    scripts = dict.fromkeys(script for run, _ in runs if (script := _script(run.run.command)) is not None)
-    if len(scripts) < 2:
-        return None
-    return f"Different scripts ({', '.join(scripts)}): a step or sample of one may be more work than one of another."
-
-
-def _script(command: Sequence[str]) -> str | None:
-    """The script or module of a command line; None where it has neither."""
-    for part, after in zip(command, (*command[1:], ""), strict=False):
-        if part.endswith(".py"):
-            return PurePath(part).name
-        if part == "-m" and after and not after.startswith("torch."):
-            return f"-m {after}"
-    return None
 
 
 def _against_first(answers: Sequence[Diagnosis]) -> list[str]:

@@ -16,7 +16,7 @@ from fulltilt.figures import clean, one_line
 from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, Run
 from fulltilt.report import run_view
 from fulltilt.report.legend import BUCKET_LEGEND, IDLE, PHASE_LEGEND, LegendEntry, bucket_order
-from fulltilt.report.run_view import Reported, StepPicture, compare, different_scripts, distinct_names, step_picture
+from fulltilt.report.run_view import Reported, StepPicture, compare, distinct_names, step_picture
 from fulltilt.store import REPORT_FILE
 
 # --------------------------------------------------------------------------- bars
@@ -316,8 +316,6 @@ def _show_comparison(console: Console, runs: Sequence[Reported], colour: bool) -
             cells = [Text(one_line(cell)) for cell in (row.name, *row.cells)]
             table.add_row(*cells, style="" if row.differs else "dim")
     console.print(table)
-    if (note := different_scripts(runs)) is not None:
-        console.print(Text(clean(note)))
     if alike := [f"{row.name}={one_line(row.cells[0])}" for row in rows if row.is_setting and not row.differs]:
         console.print(Text(f"The same in all: {f' {BULLET} '.join(alike)}", "dim"))
     order = [name for name in BUCKETS if any(getattr(answer.ledger.buckets, name) > 0 for _, answer in runs)]

@@ -228,8 +228,6 @@ def compute_bound(evidence: Evidence) -> Judgement:
         ways.append("Find out why compute takes longer and longer")
     less = "less arithmetic makes it faster: a smaller model, lower precision, torch.compile."
     if not evidence.on_gpu:
-        calls = [call for call in evidence.rank.computing_calls if call.seconds >= THRESHOLDS.warn_share * compute_s]
-        facts += [f"of compute, {line_cost(call, compute_s)}" for call in calls[:3]]
         if others := neighbours(evidence):
             facts += others
             ways.append("Run it where other processes do not take the CPUs")

@@ -174,7 +174,6 @@ def host_code(evidence: Evidence) -> Judgement:
         call = None  # something else costs more
     facts = [time_spent(evidence, "the script's own code", cost_s)]
     facts += costliest_lines((call, *lines) if call else lines, cost_s)
-    facts += _computing_in(evidence, call) if call else []
     if not lines:
         facts.append("no stack was sampled, so the line is not known")
     predicted = by_removing(share)
@@ -207,15 +206,6 @@ def host_code(evidence: Evidence) -> Judgement:
     elif slow:
         fix = _speed_up_line(slow, call or slow, share, _is_seldom(evidence))
     return found(evidence, "host_code", cost_s, facts, fix, slow.where if slow else None, predicted)
-
-
-def _computing_in(evidence: Evidence, call: HotLine) -> list[str]:
-    """A fact about what torch computes in a call of the training loop; none where that is hardly anything."""
-    calls = evidence.rank.computing_calls
-    computing_s = sum(c.seconds for c in calls if (c.where, c.function) == (call.where, call.function))
-    if computing_s < THRESHOLDS.telling_line_share * call.seconds:
-        return []
-    return [f"what torch computes in {call_at(call)} counts as compute: {seconds(computing_s)} more"]
 
 
 def _is_seldom(evidence: Evidence) -> bool:

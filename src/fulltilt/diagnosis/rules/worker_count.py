@@ -77,8 +77,10 @@ def _cpu_room(evidence: Evidence, supply: Supply) -> float | None:
 
 def _delivered_by_loader(evidence: Evidence) -> float | None:
     """Samples a second that the loader itself delivers, without those of other loaders."""
-    loader = evidence.loader
-    if loader is None or not _several_loaders(evidence):
+    loader, spans = evidence.loader, evidence.run.spans
+    drawn = sum(span.batches for own in spans for span in own) / max(len(spans), 1)
+    # Of loaders that are used one after the other, each delivers all samples in its turn.
+    if loader is None or not _several_loaders(evidence) or 2 * loader.batches < drawn:
         return evidence.delivered_samples_per_s
     return loader.samples / evidence.drawing_s if loader.samples and evidence.drawing_s > 0 else None
 

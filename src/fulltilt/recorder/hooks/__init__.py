@@ -25,7 +25,6 @@
 | distributed.all_reduce, …, Work.wait | explicit collectives, and waits for them      |
 | nn.parallel.DistributedDataParallel | the replica, for its own timings               |
 | gc.callbacks, gc.collect            | garbage collections                            |
-| os._exit, os.abort                  | the end of a process that runs no exit handler |
 | threading.enumerate, active_count   | nothing: the script finds its own threads      |
 | sys.excepthook, threading.excepthook | nothing: errors are shown without our frames  |
 

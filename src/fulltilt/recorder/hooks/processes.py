@@ -1,18 +1,10 @@
-"""Collectives and DDP, os._exit and os.abort, the list of threads, and how uncaught errors are shown.
-
-The record is written before os._exit or os.abort ends the process: a handler of SIGTERM, a watchdog or a forked child
-calls them. A kill cannot be caught.
-"""
+"""Collectives and DDP, the list of threads, and how uncaught errors are shown."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -75,37 +67,6 @@ def watch_ranks(patches: Patches, torch: Any, recorder: Recorder) -> None:
     for name in COLLECTIVES if torch.distributed.is_available() else ():
         if hasattr(torch.distributed, name):
             patches.swap(torch.distributed, name, collective)
-
-
-# A process may leave at once because something hangs: a lock that is never released must not hang us, too.
-PATIENCE_S = 3.0
-
-
-class ExitHooks:
-    """Has the record written before os._exit and os.abort."""
-
-    def __init__(self, recorder: Recorder, write_record: Callable[[int], None]) -> None:
-        self._recorder = recorder
-        # Called with the exit status. Where a run is recorded by hand, it also closes the folder.
-        self.write_record = write_record
-
-    def install(self, patches: Patches) -> None:
-        """Stand at the functions of os that end this program."""
-        patches.around(os, "_exit", self._leave)
-        patches.around(os, "abort", self._leave)
-
-    def _leave(self, original: Function, *args: int, **named: int) -> Any:
-        recorder, code = self._recorder, next(iter((*args, *named.values())), -signal.SIGABRT)
-        if not recorder.active or os.getpid() != recorder.pid:
-            return original(*args, **named)  # a loader's worker, or a child that was forked
-        # Whatever happens here, maybe inside a signal handler, the process leaves.
-        with contextlib.suppress(BaseException):
-            if recorder.on_training_thread():
-                recorder.resume()
-            writer = threading.Thread(target=self.write_record, args=(code,), name="fulltilt-leaving", daemon=True)
-            writer.start()
-            writer.join(PATIENCE_S)
-        return original(*args, **named)
 
 
 def hide_our_threads(patches: Patches) -> None:
