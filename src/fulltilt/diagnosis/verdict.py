@@ -12,7 +12,7 @@ from fulltilt.diagnosis.rules import RULES
 from fulltilt.diagnosis.rules.live_tuning import changes, live_words
 from fulltilt.diagnosis.stragglers import Standstill, standstill
 from fulltilt.diagnosis.thresholds import THRESHOLDS
-from fulltilt.figures import SIGNALS, capital, count, number, percent, seconds, speedup, times
+from fulltilt.figures import SIGNALS, capital, count, number, percent, seconds, times
 from fulltilt.records import BUCKETS, Finding, RankRecord, Run, RunRecord, Verdict
 
 
@@ -76,42 +76,29 @@ def _sentence(evidence: Evidence, finding: Finding) -> str:
         most=most,  # what is done less often does not go away
         win=f"{most} without it" if most else "",
         guess=f"; at best about {times(predicted[1])} as fast without it" if predicted and predicted[1] > 1 else "",
-        idle=_idle(evidence) if words == title("input_serial") else "",
         trainee="the GPU" if evidence.on_gpu else "training",
         exchange="gathering parameters" if evidence.rank.sharded else "exchanging gradients",
-        gain=_gain(evidence, share, predicted),
+        gain=_gain(evidence, share),
     )
     return f"{words.replace(':', ',')}: {sentence}"
 
 
-def _gain(evidence: Evidence, share: float, predicted: tuple[float, float] | None) -> str:
-    """The gain if training no longer waits for data, and that of the finding's fix alone where it is less.
+def _gain(evidence: Evidence, share: float) -> str:
+    """The gain if training no longer waits for data.
 
     Empty for a run under live tuning, whose rate is a mix of several settings: there the trials say what is gained.
     """
     if evidence.live is not None and evidence.live.moves:
         return ""
     rate, ceiling = rate_while_drawing(evidence.run), evidence.ceilings.compute_samples_per_s
+    most, rates = amdahl(share), ""
     if rate and ceiling and ceiling > rate:
         # Without workers loading and computing take turns: the rate is the job's, apart from its pauses.
         pauses = rate > (evidence.throughput.samples_per_s or rate) * (1 + THRESHOLDS.rate_error)
         when = "between validations and saves " if pauses else ""
-        most = min(ceiling / rate, amdahl(share))
-        rates = f"{when}training gets {number(rate)} samples/s, {could_take(evidence, ceiling)}"
-        return f"; {_without(evidence, most, predicted)}: {rates}"
-    return f"; {_without(evidence, amdahl(share), predicted)}"
-
-
-def _without(evidence: Evidence, most: float, predicted: tuple[float, float] | None) -> str:
-    less = evidence.bound != "at most" and predicted is not None and predicted[1] < (1 - THRESHOLDS.rate_error) * most
-    fix = f" (its fix alone: {speedup(predicted)})" if less else ""
-    return f"{evidence.bound} {times(most)} as fast without it{fix}"
-
-
-def _idle(evidence: Evidence) -> str:
-    """Says if the training thread, which fetches by itself, mostly waits in fetching."""
-    waits = evidence.supply is not None and evidence.supply.waits
-    return " (fetching mostly waits instead of computing)" if waits else ""
+        most = min(ceiling / rate, most)
+        rates = f": {when}training gets {number(rate)} samples/s, {could_take(evidence, ceiling)}"
+    return f"; {evidence.bound} {times(most)} as fast without it{rates}"
 
 
 def _compute_bound(evidence: Evidence, finding: Finding) -> str:

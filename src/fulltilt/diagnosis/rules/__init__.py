@@ -38,7 +38,7 @@ class Rule:
 _DATA_WAIT = "{trainee} waits for data {share}{gain}"
 # Data loading first, then copies, GPU, training loop, machine and ranks. The order also breaks ties between findings.
 RULES: tuple[Rule, ...] = (
-    Rule(data_loading.input_serial, "Data loading: no workers", "{trainee} waits for data {share}{idle}{gain}"),
+    Rule(data_loading.input_serial, "Data loading: no workers", _DATA_WAIT),
     Rule(data_loading.input_cpu_bound, "Data loading: CPU-bound", _DATA_WAIT),
     Rule(data_loading.slow_storage, "Data loading: slow storage", "{trainee} waits for data {share}{win}"),
     Rule(data_loading.input_io_bound, "Data loading: I/O-bound", _DATA_WAIT),
