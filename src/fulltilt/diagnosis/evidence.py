@@ -173,16 +173,11 @@ class Evidence:
 
     @property
     def slowdown(self) -> ledgers.Slowdown | None:
-        """How the slowest rank slowed down since its settings last changed (workers take CPUs); None if it did not."""
-        changed_s = max((move.began_s for live in self.rank.live for move in live.moves), default=0.0)
+        """How the slowest rank slowed down; None if it did not, or if live tuning changed its settings meanwhile."""
+        if any(live.moves for live in self.rank.live):
+            return None
         pairs = zip(self.run.ranks, self.run.spans, strict=True)
-        spans = next((own for rank, own in pairs if rank is self.rank), ())
-        return ledgers.find_slowdown(tuple(span for span in spans if span.t0_s >= changed_s), self.is_tuned)
-
-    @property
-    def is_tuned(self) -> bool:
-        """Whether live tuning tried settings, so that the data wait is that of several settings."""
-        return self.live is not None and bool(self.live.moves)
+        return ledgers.find_slowdown(next((own for rank, own in pairs if rank is self.rank), ()))
 
     @property
     def collectives_unmeasured(self) -> bool:

@@ -275,13 +275,9 @@ class Slowdown:
     lost_s: float
 
 
-def find_slowdown(spans: Spans, tuned: bool = False) -> Slowdown | None:
-    """How a rank slowed down, steadily and by enough; None where it did not, or ran too briefly to tell.
-
-    In a ``tuned`` run the data wait is left out: live tuning shortens it meanwhile.
-    """
+def find_slowdown(spans: Spans) -> Slowdown | None:
+    """How a rank slowed down, steadily and by enough; None where it did not, or ran too briefly to tell."""
     least_growth = THRESHOLDS.slowing_growth
-    names = _OF_A_STEP[1:] if tuned else _OF_A_STEP
     stepping = [span for span in after_first_step(spans) if span.steps > 0]
     counted = all(span.samples for span in stepping)
     sizes = [float(span.samples or 0) if counted else float(span.steps) for span in stepping]
@@ -300,7 +296,7 @@ def find_slowdown(spans: Spans, tuned: bool = False) -> Slowdown | None:
     steps = sum(span.steps for span in stepping)
     # Seconds a step in each window.
     windows = [_scaled(buckets, total / steps / size) for buckets, size in zip(spent, sized, strict=True)]
-    each = {name: [getattr(window, name) for window in windows] for name in names}
+    each = {name: [getattr(window, name) for window in windows] for name in _OF_A_STEP}
     whole = [sum(column) for column in zip(*each.values(), strict=True)]
     early_s, late_s = fmean(whole[:_QUARTER]), fmean(whole[-_QUARTER:])
     growths = {name: fmean(one[-_QUARTER:]) - fmean(one[:_QUARTER]) for name, one in each.items()}

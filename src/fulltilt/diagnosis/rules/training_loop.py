@@ -42,10 +42,8 @@ def slowing_down(evidence: Evidence) -> Judgement:
     slower = evidence.slowdown
     if slower is None:
         return None
-    step = "a step without its data wait" if evidence.is_tuned else "a step"
-    whole_run = "of the time since the settings last changed" if evidence.is_tuned else "of the run"
     facts = [
-        f"{step} took {seconds(slower.early_s)} in the first quarter {whole_run}, {seconds(slower.late_s)} in the last",
+        f"a step took {seconds(slower.early_s)} in the first quarter of the run, {seconds(slower.late_s)} in the last",
         f"{BUCKET_WORDS[slower.bucket]} grew by {seconds(slower.grown_s)} a step, more than anything else",
     ]
     facts += (others := neighbours(evidence))
@@ -70,39 +68,25 @@ def slowing_down(evidence: Evidence) -> Judgement:
         "(a list, a file, a log). Read it once an epoch, keep a running sum, or bound it "
         "(collections.deque(maxlen=...)). If it only began in the middle of the job, do it less often or differently."
     )
-    predicted = gain(amdahl(share), max(_later_gain(evidence, slower), amdahl(evidence.share(cost_s))))
+    predicted = gain(amdahl(share), max(slower.late_s / slower.early_s, amdahl(evidence.share(cost_s))))
     return found(evidence, "slowing_down", cost_s, facts, fix, where, predicted)
-
-
-def _later_gain(evidence: Evidence, slower: Slowdown) -> float:
-    """A run loses at least what this one lost; a longer run would win the late step over the early one."""
-    return 1.0 if evidence.is_tuned else slower.late_s / slower.early_s
-
-
-# What makes a tensor or a list longer.
-_LENGTHENS = re.compile(r"\b(cat|concat\w*|[hvd]?stack|append|extend)\(")
 
 
 def _growing_compute(evidence: Evidence, slower: Slowdown, facts: list[str], others: bool) -> Finding:
     """Compute that grows. Inputs that grow on purpose (a curriculum, longer texts) look the same."""
-    rank, loader = evidence.rank, evidence.loader
-    least_s = THRESHOLDS.telling_line_share * slower.lost_s
-    longer = [line for line in rank.growing_lines if line.seconds >= least_s and _LENGTHENS.search(line.call or "")][:1]
-    costly = [line for line in rank.compute_lines if not (line.where.startswith("torch/") or is_library_code(line))]
-    costly = sorted(costly, key=lambda line: -line.seconds)[:1]
-    facts += [f"of compute, {line_cost(line, evidence.buckets.compute_s)}" for line in costly]
-    facts += [f"{line_cost(line)}: how much more it costs than at first" for line in longer]
-    longer_at = f"; {call_at(longer[0])} takes longer, too" if longer else ""
+    own = [ln for ln in evidence.rank.compute_lines if not (ln.where.startswith("torch/") or is_library_code(ln))]
+    costly = max(own, key=lambda line: line.seconds, default=None)
+    facts += [f"of compute, {line_cost(costly, evidence.buckets.compute_s)}"] if costly else []
     fix = (
         "Unless the inputs grow on purpose, look for what gets longer with each step: a tensor or list that the script "
-        f"adds to (torch.cat, append, a memory bank{longer_at}); losses kept with their graph (loss.detach()); state "
-        "that forward collects. Keep only the newest part of it (bank[-n:], collections.deque(maxlen=...))."
+        "adds to (torch.cat, append, a memory bank); losses kept with their graph (loss.detach()); state that forward "
+        "collects. Keep only the newest part of it (bank[-n:], collections.deque(maxlen=...))."
     )
     fix = f"{OTHERS_TAKE_CPUS} {fix}" if others else fix
-    shapes = loader.batch_shapes if loader else None
+    shapes = evidence.loader.batch_shapes if evidence.loader else None
     unsure = others or evidence.invalid_because is not None or (shapes or 0) > THRESHOLDS.few_shapes
-    predicted = None if unsure else gain(1.0, max(_later_gain(evidence, slower), amdahl(evidence.share(slower.lost_s))))
-    where = next((line.where for line in (*longer, *costly)), None)
+    most = max(slower.late_s / slower.early_s, amdahl(evidence.share(slower.lost_s)))
+    predicted, where = None if unsure else gain(1.0, most), costly.where if costly else None
     return found(evidence, "slowing_down", slower.lost_s, facts, fix, where, predicted, "info" if unsure else None)
 
 
