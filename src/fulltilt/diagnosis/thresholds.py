@@ -102,9 +102,6 @@ class Thresholds:
     waiting_validation_share: float = 0.2  # of validation, spent waiting for data: then workers are worth their start
     validation_target_share: float = 0.10  # to which "validate every k-th time" brings validation
 
-    many_operations: int = 500  # per step: only deep networks have more, and their operations are longer
-    short_operation_s: float = 25e-6  # with its backward; on numbers alone both take 13 to 17 µs on a Xeon of 2.5 GHz
-
     # -- the GPU
     compute_dominates: float = 0.5  # from here on what the GPU does matters more than what it waits for
     full_tilt_share: float = 0.85  # the best published input pipelines reach 0.85 to 0.93 of their compute limit

@@ -126,7 +126,6 @@ class RankState:
         self.host_lines = LineTimes()
         self._host_growth = LineGrowth(self.host_lines)
         self._compute_lines = LineTimes()
-        self.operations: int | None = None
         self._drawing_lines = LineTimes()
         self._drawn_from = LineTimes()
         self._loop_calls = LineTimes()
@@ -306,7 +305,6 @@ class RankState:
             drawing_lines=self._drawing_lines.top(),
             growing_lines=self._host_growth.top(self.steps),
             compute_lines=() if on_gpu else self._compute_lines.top(),
-            operations=None if on_gpu else self.operations,
             drawn_from=next(iter(self._drawn_from.top(1)), None),
             loop_calls=self._loop_calls.top(3),
             sync_lines=self.sync_lines.top(scale=scale),

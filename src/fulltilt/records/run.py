@@ -457,7 +457,6 @@ class RankRecord:
     drawing_lines: tuple[HotLine, ...] = ()  # those that make batches or wait for them, without a loader
     growing_lines: tuple[HotLine, ...] = ()  # what lines cost more than in the early steps
     compute_lines: tuple[HotLine, ...] = ()  # lines from which torch computes on the CPU, without backward
-    operations: int | None = None  # in the autograd graph of one backward on the CPU, counted once, up to a limit
     drawn_from: HotLine | None = None  # a generator of the script, at the line where the training loop iterates over it
     loop_calls: tuple[HotLine, ...] = ()  # lines of the training loop that call a function of the script
     validates_at: str | None = None  # the line in or around the training loop that calls the validation

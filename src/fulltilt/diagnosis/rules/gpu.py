@@ -28,8 +28,8 @@ from fulltilt.diagnosis.ledger import gpu_step_words
 from fulltilt.diagnosis.libraries import is_library_code
 from fulltilt.diagnosis.predicted_gain import Gain, amdahl, by_removing, by_speeding_up, gain
 from fulltilt.diagnosis.thresholds import THRESHOLDS
-from fulltilt.figures import brief, capital, celsius, count, number, percent, seconds, size, whole
-from fulltilt.records import Abstention, GpuSummary, HotLine, TransferRecord
+from fulltilt.figures import brief, capital, celsius, count, number, percent, seconds, size
+from fulltilt.records import Abstention, GpuSummary, TransferRecord
 
 MOST_OF_A_CALL = 60
 
@@ -235,16 +235,10 @@ def compute_bound(evidence: Evidence) -> Judgement:
             facts.append(f"loader workers take {percent(evidence.workers_share)} of the CPUs from compute")
             line = costliest_line(evidence)
             ways.append(f"Make {f'{line.function} ({line.where})' if line else 'the fetch'} cheaper")
-        if (small := _small_operations(evidence)) is not None:
-            fact, line = small
-            facts.insert(1, fact)
-            fix = (
-                f"{call_at(line) if line else 'the step'}: work on whole tensors instead of looping over parts of them "
-                "in Python (indexing by tensors, broadcasting, torch.cdist, torch.vmap), or compile it (torch.compile)."
-            )
-            where, title = line.where if line else None, "Compute-bound: many small operations"
-            return found(evidence, "compute_bound", compute_s, facts, fix, where, None, "info", title)
-        less = f"less arithmetic{_starting_at(evidence)}, a faster processor, or a GPU makes it faster."
+        less = (
+            f"less arithmetic{_starting_at(evidence)}, fewer and larger operations instead of loops over parts of "
+            "tensors, a faster processor or, for large operations, a GPU makes it faster."
+        )
     if ways:
         only = f"{'. '.join(ways)}. Apart from that, only"
     elif share >= THRESHOLDS.full_tilt_share:
@@ -265,22 +259,6 @@ def _starting_at(evidence: Evidence) -> str:
     ][:3]
     words = (f"{call_at(line)} {percent(line.seconds / compute_s)}" for line in much)
     return f" (of which {', '.join(words)})" if much else ""
-
-
-def _small_operations(evidence: Evidence) -> tuple[str, HotLine | None] | None:
-    """For a step on the CPU of very many short operations: a fact, and the line that starts most of them."""
-    rank = evidence.rank
-    number_of = (rank.operations or 0) * max(rank.backwards, 1) / max(rank.steps, 1)
-    ran = 1 - evidence.share(rank.cpu_wait_s or 0.0)  # without a CPU any operation takes long
-    each_s = ran * evidence.per_step(evidence.buckets.compute_s) / max(number_of, 1.0)
-    if evidence.on_gpu or number_of < THRESHOLDS.many_operations or each_s > THRESHOLDS.short_operation_s:
-        return None
-    own = (line for line in rank.compute_lines if not line.where.startswith("torch/"))
-    fact = (
-        f"a step is about {whole(round(number_of))} operations of {seconds(each_s)} each, backward included: the "
-        "overhead of each (Python, dispatch, autograd) is a large part of that"
-    )
-    return fact, max(own, key=lambda line: line.seconds, default=None)
 
 
 def gpu_in_use(evidence: Evidence) -> GpuSummary | None:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -89,8 +89,6 @@ def watch_garbage_collector(patches: Patches, recorder: Recorder) -> None:
 ASK_REPLICAS_EVERY = 16
 # An early step, but not the first: some optimizers make their states later.
 ASK_MEMORY_AT = 3
-# Counting takes one to three microseconds each, once: at most a tenth of what the operations take.
-MOST_OPERATIONS = 100_000
 
 
 @dataclass
@@ -180,8 +178,6 @@ class StepHooks:
             recorder.calibrate_if_asked(Point.BACKWARD)
             self._around_steps = Activity.BACKWARD
             self._mark_exchange(args)
-            if recorder.clock is None and self._state.optimizer_calls and self._state.operations is None:
-                self._state.operations = count_operations(self._roots(args))
             try:
                 return original(*args, **kwargs)
             finally:
@@ -455,14 +451,3 @@ def _number(value: Any) -> float | None:
 def _asks_replicas(calls: int) -> bool:
     """Early too, for short runs."""
     return calls % ASK_REPLICAS_EVERY == 0 or (1 < calls < ASK_REPLICAS_EVERY and calls & (calls - 1) == 0)
-
-
-def count_operations(roots: Iterable[Any]) -> int:
-    """How many operations backward goes through from these tensors, at most MOST_OPERATIONS."""
-    left = [function for root in roots if (function := getattr(root, "grad_fn", None)) is not None]
-    seen = set(left)
-    while left and len(seen) < MOST_OPERATIONS:
-        found = {function for function, _ in left.pop().next_functions if function is not None} - seen
-        seen |= found
-        left += found
-    return len(seen)
