@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fulltilt import figures
 from fulltilt.figures import clean, one_line
-from fulltilt.records import BUCKETS, Buckets, CheckLine, Diagnosis, Finding, GpuSummary, Run
+from fulltilt.records import Buckets, CheckLine, Diagnosis, Finding, GpuSummary, Run
 from fulltilt.report import run_view
 from fulltilt.report.legend import BUCKET_LEGEND, IDLE, PHASE_LEGEND, LegendEntry, bucket_order
 from fulltilt.report.run_view import Reported, StepPicture, compare, distinct_names, step_picture
@@ -194,7 +194,7 @@ def show(console: Console, runs: Sequence[Reported]) -> None:
     """Print one run in full, or several side by side."""
     colour = console.color_system is not None and not console.no_color
     if len(runs) > 1:
-        _show_comparison(console, runs, colour)
+        _show_comparison(console, runs)
         return
     run, diagnosis = runs[0]
     _show_head(console, run, diagnosis)
@@ -302,7 +302,7 @@ def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
         console.print(_hanging(ARROW, Text(clean(finding.fix), "green")))
 
 
-def _show_comparison(console: Console, runs: Sequence[Reported], colour: bool) -> None:
+def _show_comparison(console: Console, runs: Sequence[Reported]) -> None:
     console.print()
     console.rule(Text(f"{len(runs)} runs side by side", "bold"), style="dim")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -318,16 +318,8 @@ def _show_comparison(console: Console, runs: Sequence[Reported], colour: bool) -
     console.print(table)
     if alike := [f"{row.name}={one_line(row.cells[0])}" for row in rows if row.is_setting and not row.differs]:
         console.print(Text(f"The same in all: {f' {BULLET} '.join(alike)}", "dim"))
-    order = [name for name in BUCKETS if any(getattr(answer.ledger.buckets, name) > 0 for _, answer in runs)]
     for name, (_, diagnosis) in zip(names, runs, strict=True):
         _heading(console, name, figures.seconds(diagnosis.ledger.wall_s))
-        console.print(ledger_bar(_bucket_parts(diagnosis.ledger.buckets, order), console.width, colour))
         console.print(Text(clean(diagnosis.verdict.sentence)))
         for finding in diagnosis.findings[:1]:
             console.print(_hanging(ARROW, Text(clean(finding.fix), "green"), indent=0))
-    legend = Text()
-    for name in order:
-        character, style = _fill(BUCKET_LEGEND[name], colour)
-        legend.append(character * 2, style).append(f" {BUCKET_LEGEND[name].label}  ", "dim")
-    console.print()
-    console.print(legend)
