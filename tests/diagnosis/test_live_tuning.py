@@ -98,7 +98,6 @@ def test_a_run_that_ends_in_a_trial_tells_what_was_proven_and_what_was_not() -> 
     finding = told.findings[0]
     assert finding.code == "input_serial"  # what the script does; the four workers are live tuning's
     assert "DataLoader(..., num_workers=4, persistent_workers=True)" in finding.fix
-    assert "On trial at the end: 6 workers, prefetch 2" in finding.fix
     assert (
         "as the script has it (no workers): 20 batches/s, waiting for data 85 % of the measured time"
         in finding.evidence
@@ -114,18 +113,13 @@ def test_a_run_that_ends_in_a_trial_tells_what_was_proven_and_what_was_not() -> 
     assert dict(told.settings)["live.why"] == "6 workers, prefetch 2 were on trial at the end"
 
 
-def test_a_trial_of_which_nothing_could_be_told_is_said_to_be_one() -> None:
+def test_a_trial_of_which_nothing_could_be_told_says_why() -> None:
     why = "the job itself became 20 % slower meanwhile"
     untold = LiveMove(SIX, 12.0, "returned", batches_per_s=61.0, wait_share=0.27, why=why)
-    words = "the gain of 6 workers, prefetch 2 could not be measured: the job's own speed varied by more"
     done = replace(CUT_OFF, state="settled", why="no other setting promises more", moves=(KEPT, untold))
-    assert live_words(done).endswith(f"of the measured time; {words}")
-    assert f"T{words[1:]}." in judged(done).findings[0].fix
     assert any(fact.endswith(f"not kept ({why})") for fact in judged(done).findings[0].evidence)
     nothing = replace(done, settings=BEFORE, moves=(untold,))
-    assert live_words(nothing) == f"live tuning changed nothing: no other setting promises more; {words}"
-    later = replace(untold, began_s=30.0, why=None)
-    assert "could not be measured" not in live_words(replace(done, moves=(KEPT, untold, later)))
+    assert live_words(nothing) == "live tuning changed nothing: no other setting promises more"
 
 
 def test_a_trial_that_was_not_compared_yet_is_one_on_trial() -> None:

@@ -24,7 +24,7 @@ from fulltilt.diagnosis.libraries import is_library_code
 from fulltilt.diagnosis.predicted_gain import Gain, by_removing
 from fulltilt.diagnosis.rules.worker_count import gain_without_wait
 from fulltilt.diagnosis.thresholds import THRESHOLDS
-from fulltilt.figures import capital, loader_settings, number, percent, times
+from fulltilt.figures import loader_settings, number, percent, times
 from fulltilt.records import Finding, LiveMove, LiveRecord, LoaderRecord, Settings
 
 _INPUT = ("input_serial", "input_cpu_bound", "input_io_bound", "input_handover")
@@ -91,10 +91,6 @@ def _fix(evidence: Evidence, loader: LoaderRecord, live: LiveRecord) -> str:
     else:
         tried = "; ".join(dict.fromkeys(settings_words(move.settings) for move in _judged(live)))
         fix = f"Leave the loader{place} at {settings_words(live.settings)}: live tuning tried {tried}."
-    if unclear := _unmeasured_gain(live):
-        fix += f" {capital(unclear)}."
-    if (trial := on_trial(live)) is not None:
-        fix += f" On trial at the end: {settings_words(trial)}."
     if _still_waits(live):
         line, fetch_s = costliest_line(evidence), evidence.workers.fetch_s if evidence.workers else 0.0
         telling = line and line.seconds >= THRESHOLDS.guilty_function_share * fetch_s and not is_library_code(line)
@@ -178,10 +174,10 @@ def live_words(live: LiveRecord) -> str:
     if live.state == "left_alone":
         return "; ".join(filter(None, (f"live tuning left the loader alone: {live.why}", live.note)))
     changed = ", ".join(f"{name} {_plain(before)} → {_plain(after)}" for name, (before, after) in changes(live).items())
-    trial, unclear = _on_trial_at_the_end(live), _unmeasured_gain(live)
+    trial = _on_trial_at_the_end(live)
     if not changed and not trial:
         done = "kept the script's settings" if live.note else "changed nothing"
-        return "; ".join(filter(None, (f"live tuning {done}: {live.why}", unclear, live.note)))
+        return "; ".join(filter(None, (f"live tuning {done}: {live.why}", live.note)))
     gain = ""
     before, after = live.before_batches_per_s, live.batches_per_s
     if changed and before and after and live.before_wait_share is not None and live.wait_share is not None:
@@ -189,15 +185,8 @@ def live_words(live: LiveRecord) -> str:
         gain = f"{times(after / before)} as many batches a second ({number(after)}), {wait}"
     if changed and live.ranks > 1:
         changed += f" (each of {live.ranks} ranks)"
-    first, *rest = filter(None, (changed, gain, unclear, trial, live.note))
+    first, *rest = filter(None, (changed, gain, trial, live.note))
     return "; ".join((f"live tuning: {first}", *rest))
-
-
-def _unmeasured_gain(live: LiveRecord) -> str:
-    """The settings whose gain could not be measured; ``why`` of their moves says by how much the job's speed varied."""
-    last = {settings_words(move.settings): move for move in live.moves}
-    unclear = " or ".join(words for words, move in last.items() if move.outcome == "returned" and move.why)
-    return f"the gain of {unclear} could not be measured: the job's own speed varied by more" if unclear else ""
 
 
 def _on_trial_at_the_end(live: LiveRecord) -> str:
