@@ -18,8 +18,6 @@ MIGS = ("MIG-1111", "MIG-2222")
         ("0", (A,)),
         ("2,0", (C, A)),
         (" 1 , 2 ", (B, C)),
-        ("+1", (B,)),
-        ("1gpu,2x", (B, C)),  # CUDA reads numbers as C does
         ("0,-1,1", (A,)),  # the list ends at the first invalid entry
         ("0,7,1", (A,)),
         ("0,banana,1", (A,)),

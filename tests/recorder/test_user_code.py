@@ -6,12 +6,10 @@ import sys
 import sysconfig
 import threading
 import traceback
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fulltilt.recorder import user_code
 from fulltilt.recorder.hooks import Patches, timed
 from fulltilt.recorder.hooks.processes import show_errors_without_ours
 from fulltilt.recorder.marks import Activity
@@ -107,21 +105,3 @@ def test_hooks_that_the_script_has_set_meanwhile_stay(monkeypatch: pytest.Monkey
 def test_a_command_of_an_installed_package_is_not_the_users_code(tmp_path: Any) -> None:
     assert owner(f"{sysconfig.get_path('scripts')}/tune") == "site"
     assert owner(str(tmp_path / "bin" / "train.py")) == "user"
-
-
-def test_a_package_installed_into_a_folder_on_the_path_is_not_the_users_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for folder in ("target", "script"):
-        (tmp_path / folder / "pandas-2.3.dist-info").mkdir(parents=True)
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "script"), str(tmp_path / "target"), *sys.path])
-    caches = (user_code.owner, user_code.shown_path, user_code._targets)
-    for cached in caches:
-        cached.cache_clear()
-    try:
-        inside = str(tmp_path / "target" / "pandas" / "core.py")
-        assert (owner(inside), user_code.shown_path(inside)) == ("site", "pandas/core.py")
-        assert owner(str(tmp_path / "script" / "train.py")) == "user"  # whatever was installed beside it
-    finally:
-        for cached in caches:
-            cached.cache_clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,8 +47,7 @@ def visible_uuids(value: str | None, gpus: Sequence[str], migs: Sequence[str] = 
 
 
 def _by_index(entry: str, gpus: Sequence[str]) -> str | None:
-    number = re.match(r"\+?(\d+)", entry)  # CUDA reads "1gpu" as 1, like C's strtoul
-    index = int(number[1]) if number else len(gpus)
+    index = int(entry) if entry.isdecimal() else len(gpus)
     return gpus[index] if index < len(gpus) else None
 
 

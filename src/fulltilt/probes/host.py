@@ -97,15 +97,11 @@ class ProcessTree:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Memory of a process, with shared pages counted in part (PSS); USS or RSS where the system has no PSS."""
+    """Memory of a process, with shared pages counted in part (PSS); RSS where the system has no PSS."""
     try:
         return page_totals(pid)["Pss"]
     except (OSError, KeyError):
         pass  # not Linux, an old kernel, or the process has gone
-    try:
-        return int(psutil.Process(pid).memory_full_info().uss)
-    except (psutil.Error, OSError, AttributeError):
-        pass
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except (psutil.Error, OSError):

@@ -25,14 +25,6 @@ def _commands() -> str:
 
 
 @cache
-def _targets() -> tuple[str, ...]:
-    """Other folders that packages were installed into (``pip install --target``), without the script's own."""
-    own = {os.path.realpath(folder) for folder in (*sys.path[:1], began_in() or "")}
-    folders = {os.path.realpath(folder) for folder in sys.path} - own
-    return tuple(folder + os.sep for folder in sorted(folders) if any(Path(folder).glob("*.dist-info")))
-
-
-@cache
 def owner(filename: str) -> str:
     """Who a source file belongs to: user, torch (or a part of it with a meaning of its own), fulltilt, stdlib, site."""
     if "/torch/" in filename and ("site-packages" in filename or "dist-packages" in filename or _is_torch(filename)):
@@ -47,7 +39,7 @@ def owner(filename: str) -> str:
     if "site-packages/" in filename or "dist-packages/" in filename:
         return "site"
     real = os.path.realpath(filename)
-    if real.startswith((_commands(), *_targets())):
+    if real.startswith(_commands()):
         return "site"
     return "stdlib" if real.startswith(_stdlib()) else "user"
 
@@ -99,9 +91,6 @@ def shown_path(filename: str) -> str:
     for packages in ("site-packages/", "dist-packages/"):
         if packages in filename:
             return filename.rpartition(packages)[2]
-    for folder in _targets():
-        if (real := os.path.realpath(filename)).startswith(folder):
-            return real.removeprefix(folder)
     here = began_in()
     for base in (here, (here / (sys.argv[0] or ".")).resolve().parent) if here else ():
         try:
