@@ -144,7 +144,7 @@ def test_whatever_a_script_reads_from_the_gpu_is_a_wait(tmp_path: Path, read: An
     try:
         session.recorder.active = True
         assert str(read(loss)) == str(plain)
-        (line,) = session.state.sync_lines.top()
+        (line,) = session.state.lines.waiting_for_gpu.top()
     finally:
         session.recorder.clock = None
         session.finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fulltilt.recorder.stacks.frames import MOST_LINES, LineGrowth, LineTimes
+from fulltilt.recorder.stacks.line_times import MOST_LINES, LineGrowth, LineTimes
 from fulltilt.records import HotLine
 
 

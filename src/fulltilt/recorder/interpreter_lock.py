@@ -15,7 +15,8 @@ import time
 
 from fulltilt.probes.rate_limit import RateLimit
 from fulltilt.recorder.marks import Totals
-from fulltilt.recorder.stacks.frames import LineTimes, stack_of, view_of
+from fulltilt.recorder.stacks.frames import stack_of, view_of
+from fulltilt.recorder.stacks.line_times import LineTimes
 from fulltilt.records import ThreadRecord
 
 # The switch interval: how long after another thread's request a thread releases the lock. Python's own 5 ms are far too

@@ -19,7 +19,8 @@ from fulltilt.recorder.launchers import RANKED
 from fulltilt.recorder.loaders import LoaderRegistry
 from fulltilt.recorder.loaders.workers import WorkerTotals, allowed_cpus
 from fulltilt.recorder.marks import Activity
-from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, StackView
+from fulltilt.recorder.stacks.frames import StackView
+from fulltilt.recorder.stacks.line_times import LineGrowth, LineTimes
 
 
 def memory_parts(torch: Any, optimizers: Iterable[Any], gpu: int | None) -> records.MemoryRecord:
@@ -102,6 +103,52 @@ class Garbage:
         return records.GarbageRecord(self.collections, self.full, self.seconds, self.longest_s, self.asked_for.top(3))
 
 
+class CostlyLines:
+    """The lines of one rank that cost time, by what they do."""
+
+    def __init__(self) -> None:
+        self.host = LineTimes()
+        self.host_growth = LineGrowth(self.host)
+        self.computing = LineTimes()
+        self.drawing = LineTimes()  # making batches, or waiting for them, without a loader
+        self.drawn_from = LineTimes()
+        self.loop_calls = LineTimes()
+        self.waiting_for_gpu = LineTimes()
+        self.saving = LineTimes()
+        self.validating = LineTimes()
+
+    def add(self, view: StackView, weight_s: float) -> None:
+        """A stack sample of the training thread, outside of loaders."""
+        if view.kind in ("host", "data_wait"):
+            self.host.add(view, weight_s)
+            if view.kind == "data_wait":
+                self.drawing.add(view, weight_s)
+            if view.drawn_from is not None:
+                where, generator, call = view.drawn_from
+                self.drawn_from.charge(where, generator, weight_s, call)
+        elif view.kind == "torch":
+            self.computing.add(view, weight_s)
+        elif view.kind == "checkpoint":
+            self.saving.add(view, weight_s)
+        if view.called_at is not None and view.kind == "host":
+            where, function, call = view.called_at
+            self.loop_calls.charge(where, function, weight_s, call)
+
+    def fields(self, steps: int, on_gpu: bool, scale: float) -> dict[str, Any]:
+        """The fields of a RankRecord with lines; measured waits are multiplied by ``scale``."""
+        return {
+            "host_lines": self.host.top(),
+            "growing_lines": self.host_growth.top(steps),
+            "compute_lines": () if on_gpu else self.computing.top(),
+            "drawing_lines": self.drawing.top(),
+            "drawn_from": next(iter(self.drawn_from.top(1)), None),
+            "loop_calls": self.loop_calls.top(3),
+            "sync_lines": self.waiting_for_gpu.top(scale=scale),
+            "checkpoint_lines": self.saving.top(),
+            "validation_lines": self.validating.top(),
+        }
+
+
 MOST_REMARKS = 20
 
 
@@ -123,15 +170,7 @@ class RankState:
         self.launch_s = 0.0
         self.gpu_busy_s = 0.0
         self.gpu_steps = 0
-        self.host_lines = LineTimes()
-        self._host_growth = LineGrowth(self.host_lines)
-        self._compute_lines = LineTimes()
-        self._drawing_lines = LineTimes()
-        self._drawn_from = LineTimes()
-        self._loop_calls = LineTimes()
-        self.sync_lines = LineTimes()
-        self.checkpoint_lines = LineTimes()
-        self._validation_lines = LineTimes()
+        self.lines = CostlyLines()
         self.syncs = 0.0
         self.copies = Copies()
         self.garbage = Garbage()
@@ -180,36 +219,23 @@ class RankState:
 
     def sampled(self, activity: Activity, view: StackView, weight_s: float) -> None:
         """A stack sample of the training thread."""
-        if activity is Activity.DATA_WAIT:
-            waiting = self.loaders.waiting_for
-            if waiting is not None and waiting.serial:
+        if activity is not Activity.DATA_WAIT:
+            self.lines.add(view, weight_s)
+        elif (waiting := self.loaders.waiting_for) is not None:
+            if waiting.serial:
                 waiting.fetch_lines.add(view, weight_s)
-            if waiting is not None and view.sampling:
+            if view.sampling:
                 waiting.sampler_lines.add(view, weight_s)
-        elif view.kind in ("host", "data_wait"):
-            self.host_lines.add(view, weight_s)
-            if view.kind == "data_wait":
-                self._drawing_lines.add(view, weight_s)
-            if view.drawn_from is not None:
-                where, generator, call = view.drawn_from
-                self._drawn_from.charge(where, generator, weight_s, call)
-        elif view.kind == "torch":
-            self._compute_lines.add(view, weight_s)
-        elif view.kind == "checkpoint":
-            self.checkpoint_lines.add(view, weight_s)
-        if view.called_at is not None and view.kind == "host" and activity is not Activity.DATA_WAIT:
-            where, function, call = view.called_at
-            self._loop_calls.charge(where, function, weight_s, call)
 
     def sampled_in_validation(self, view: StackView, weight_s: float) -> None:
         """A stack sample of the user's own time while the job validates; of torch's work there no line is kept."""
         if view.kind == "host":
-            self._validation_lines.add(view, weight_s)
+            self.lines.validating.add(view, weight_s)
 
     def waited_for_gpu(self, where: str, function: str, call: str, took_s: float, weight: float) -> None:
         """A call waited for the GPU; in a burst it has the ``weight`` of several."""
         self.syncs += weight
-        self.sync_lines.charge(where, function, weight * took_s, call)
+        self.lines.waiting_for_gpu.charge(where, function, weight * took_s, call)
 
     def evaluating(self, eval_mode: bool) -> bool:
         """Whether the training thread evaluates now. (Intervals know it only later.)"""
@@ -217,7 +243,7 @@ class RankState:
 
     def poll(self) -> None:
         """Take in the messages of workers, and what other threads did."""
-        self._host_growth.note(self.steps)
+        self.lines.host_growth.note(self.steps)
         if self.steps:
             self.threads.poll(self.training_thread)
         for message in self.loaders.worker_socket.receive():
@@ -301,15 +327,7 @@ class RankState:
             learning_rate=self.learning_rate,
             loaders=tuple(stats.record(stats.loader_id in trained) for stats in self.loaders.all),
             workers=tuple(filter(None, (stats.worker_record() for stats in self.loaders.all))),
-            host_lines=self.host_lines.top(),
-            drawing_lines=self._drawing_lines.top(),
-            growing_lines=self._host_growth.top(self.steps),
-            compute_lines=() if on_gpu else self._compute_lines.top(),
-            drawn_from=next(iter(self._drawn_from.top(1)), None),
-            loop_calls=self._loop_calls.top(3),
-            sync_lines=self.sync_lines.top(scale=scale),
-            checkpoint_lines=self.checkpoint_lines.top(),
-            validation_lines=self._validation_lines.top(),
+            **self.lines.fields(self.steps, on_gpu, scale),
             syncs=round(scale * self.syncs),
             transfer=self.copies.record(scale),
             precision=records.PrecisionRecord(

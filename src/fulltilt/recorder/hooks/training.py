@@ -37,7 +37,7 @@ def watch_saving(patches: Patches, torch: Any, recorder: Recorder) -> None:
             return original(*args, **kwargs)
         finally:
             recorder.switch(before)
-            recorder.state.checkpoint_lines.charge(where, function, time.perf_counter() - began, "torch.save")
+            recorder.state.lines.saving.charge(where, function, time.perf_counter() - began, "torch.save")
 
     patches.around(torch, "save", save)
 

@@ -23,7 +23,7 @@ from fulltilt.recorder.loaders.batches import (
     shapes_of,
 )
 from fulltilt.recorder.loaders.workers import WorkerTotals
-from fulltilt.recorder.stacks.frames import LineTimes
+from fulltilt.recorder.stacks.line_times import LineTimes
 from fulltilt.records import LoaderRecord, WorkerRecord
 
 # A batch's size and padding are measured on the first few batches, and then at this interval.

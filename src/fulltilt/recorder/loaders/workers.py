@@ -26,7 +26,8 @@ from typing import Any
 
 from fulltilt.recorder.interpreter_lock import SwitchInterval, cpu_clock, cpu_s, cpu_times_s, wake_on_time
 from fulltilt.recorder.loaders.batches import compressed_chunks
-from fulltilt.recorder.stacks.frames import LineGrowth, LineTimes, stack_of, view_of
+from fulltilt.recorder.stacks.frames import stack_of, view_of
+from fulltilt.recorder.stacks.line_times import LineGrowth, LineTimes
 from fulltilt.recorder.user_code import leave_out_ours
 from fulltilt.records import HotLine, MemoryGrowthRecord, StorageReading, WorkerRecord
 
