@@ -184,7 +184,7 @@ def test_where_the_files_lie_that_a_worker_reads_is_told_once(tmp_path: Path) ->
         folder.mkdir(parents=True)
         (folder / "1.jpg").write_bytes(b"a picture")
         with (folder / "1.jpg").open("rb"), (tmp_path / "log.txt").open("a"):
-            read.look()
+            read.sample()
     found = read.take()
     assert found is not None
     assert found.path == str(tmp_path / "pictures")

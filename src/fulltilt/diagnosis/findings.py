@@ -238,7 +238,7 @@ def rewritten(evidence: Evidence, loader: LoaderRecord, **changes: int | bool) -
 
 
 def made_for_each_pass(loader: LoaderRecord) -> bool:
-    """Whether the script makes the loader anew for each pass, so that its workers cannot persist.
+    """Whether the script makes a new loader for each pass, so that its workers cannot persist.
 
     A loader for each fold or stage that then makes many passes does not count.
     """

@@ -14,7 +14,7 @@ from fulltilt.records import CpuCapacity, GpuReading, GpuSummary, HostReading, P
 
 # Reasons that every busy GPU gives sooner or later: throttling only if the clock falls far.
 _USUAL_REASONS = ("power_cap", "board_limit", "reliability", "sync_boost")
-LEAST_LOOKS = 3
+LEAST_READINGS = 3
 _MEANS = ("util_pct", "sm_active_pct", "sm_occupancy_pct", "tensor_active_pct", "dram_active_pct", "power_w")
 
 
@@ -118,7 +118,7 @@ def use_before_the_job(run: Run, uuid: str) -> float | None:
     """How busy others kept a GPU (%) before the job used it; None for too few readings, which may be pauses."""
     readings = (reading for sample in run.samples for reading in sample.gpus if reading.uuid == uuid)
     without_us = [reading for reading in readings if reading.processes and not any(p.ours for p in reading.processes)]
-    return _mean(r.util_pct for r in without_us) if len(without_us) >= LEAST_LOOKS else None
+    return _mean(r.util_pct for r in without_us) if len(without_us) >= LEAST_READINGS else None
 
 
 def summarise_host(run: Run) -> HostSummary:

@@ -74,7 +74,7 @@ class GpuProcesses:
         self._root_pid = root_pid
         self._proc = proc
         self._same_numbers = _numbers_are_the_drivers(proc)
-        self._look_once = lru_cache(256)(self._look)  # psutil.Process differs for a reused number
+        self._identify_once = lru_cache(256)(self._identify)  # psutil.Process differs for a reused number
 
     def read(self, handle: Any) -> tuple[GpuProcess, ...] | None:
         """The processes in order of their ids; None where the driver does not report them. Raises GpuLost."""
@@ -91,11 +91,11 @@ class GpuProcesses:
     def _who(self, pid: int) -> tuple[str | None, bool]:
         """Name of a process, and whether it is ours."""
         try:
-            return self._look_once(pid, psutil.Process(pid) if pid else None)
+            return self._identify_once(pid, psutil.Process(pid) if pid else None)
         except psutil.Error:
-            return self._look_once(pid, None)
+            return self._identify_once(pid, None)
 
-    def _look(self, pid: int, process: psutil.Process | None) -> tuple[str | None, bool]:
+    def _identify(self, pid: int, process: psutil.Process | None) -> tuple[str | None, bool]:
         try:
             if process is not None:
                 if self._root_pid in (pid, *(parent.pid for parent in process.parents())):

@@ -59,7 +59,7 @@ def environment(folder: Path, t0_ns: int, settings: Path | None, deep: int) -> d
 def when_torch_is_imported() -> None:
     """Start a session as soon as this process has imported torch."""
     global _cpus_at_start
-    with contextlib.suppress(AttributeError, OSError):  # before the job: nothing of ours may end it
+    with contextlib.suppress(AttributeError, OSError):  # this runs before the job, which no error here may end
         _cpus_at_start = len(os.sched_getaffinity(0))
     _variables.update((name, value) for name, value in os.environ.items() if name.startswith("FULLTILT_"))
     user_code.began_in()  # before the script goes elsewhere
@@ -107,7 +107,7 @@ def _finish_with_process() -> None:
     atexit.register(_finish)
     if not _forks_are_followed:
         _forks_are_followed = True
-        os.register_at_fork(after_in_child=_start_afresh)
+        os.register_at_fork(after_in_child=_record_child)
         # multiprocessing's processes end without exit handlers, and drop finalizers when they are forked.
         util.register_after_fork(sys.modules[__name__], lambda _: util.Finalize(None, _finish, exitpriority=100))
 
@@ -117,7 +117,7 @@ def _finish() -> None:
         current.finish()
 
 
-def _start_afresh() -> None:
+def _record_child() -> None:
     """In a forked child, which may train itself, as ranks that a notebook forks do."""
     global current
     if current is None:

@@ -103,7 +103,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def _own_work(self) -> Iterator[None]:
-        """Work of ours on the training thread. If it fails, the burst ends and the job goes on."""
+        """Fulltilt's own work on the training thread. If it fails, the burst ends and the job goes on."""
         before, began_ns = self._recorder.switch(Activity.OBSERVER), time.perf_counter_ns()
         try:
             yield

@@ -34,7 +34,7 @@ class RankFiles:
     def claim(cls, folder: Path, rank: int) -> RankFiles:
         """The stream of this rank, or the next free one when a living process has it already.
 
-        In the folder of a task each process of a rank has files of its own: after a restart ranks may be numbered anew.
+        In the folder of a task each process of a rank has files of its own: a restart may number the ranks differently.
         """
         owned = store.OwnedFolder.around(folder / store.RUN_FILE)
         if owned is None:

@@ -113,7 +113,7 @@ class StackSampler:
             self._take_in_pause(now_ns, since_sample_ns)
             return
         if recorder.evaluation.in_sight and activity is Activity.USER:
-            self._look_for_the_end_of_evaluation()
+            self._check_end_of_evaluation()
         evaluating = recorder.training and recorder.state.evaluating(recorder.eval_mode)
         training = recorder.training and not evaluating
         if activity is Activity.BACKWARD and training and recorder.clock is None:
@@ -201,7 +201,7 @@ class StackSampler:
             return None
         return HotLine(view.where, view.function, (now_ns - recorder.last_switch_ns) * NS, view.call)
 
-    def _look_for_the_end_of_evaluation(self) -> None:
+    def _check_end_of_evaluation(self) -> None:
         recorder = self._recorder
         stack = self._stack_in(Activity.USER)
         if stack is None or not recorder.evaluation.in_sight:
@@ -261,7 +261,7 @@ class StackSampler:
         self._after.setdefault(after, KindWeights())[kind] += weight_s
 
     def _missed(self) -> None:
-        """A sample due in the user's own code came after that had ended: count it as what other late samples saw."""
+        """A sample that was due in the user's code came too late: count it as what the other late samples saw."""
         total = sum(self._late.values())
         for kind, weight in self._late.items() if total else ():
             self._add(self._recorder.before_previous, kind, self._every_s * weight / total)

@@ -51,7 +51,7 @@ class DrawnBatches:
         return [self.waiting.popleft() for _ in range(due)]
 
     def next_pass(self) -> DrawnBatches:
-        """The same loader started anew."""
+        """The same loader in its next pass."""
         return DrawnBatches(self.drawn // self.backwards if self.ended and self.backwards else self.usual)
 
     def forget(self, batches: int) -> None:
@@ -84,7 +84,7 @@ class StepCounter:
     _samples: int | None = None
 
     def pass_began(self, loader_id: int) -> None:
-        """A loader starts anew. What is left of an abandoned pass never trains."""
+        """A loader begins another pass. What is left of an abandoned one never trains."""
         before = self.drawn.pop(loader_id, None)
         if before is not None:
             if before.ended and before.backwards:

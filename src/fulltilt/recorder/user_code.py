@@ -1,4 +1,4 @@
-"""Whose code a source file is, how its path is shown to the user, and tracebacks without frames of ours."""
+"""Whose code a source file is, how its path is shown to the user, and tracebacks without Fulltilt's frames."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ BETWEEN = (f"{_HOME}recorder/", f"{_HOME}tuning/live/")
 
 
 def leave_out_ours(error: BaseException | None) -> None:
-    """Take our frames out of the traceback of an error and of its causes."""
+    """Take Fulltilt's frames out of the traceback of an error and of its causes."""
     seen: set[int] = set()
     errors = [error]
     while errors:

@@ -2,7 +2,7 @@
 
 All commands, recipes and caches write through this module. A folder is ours if Fulltilt made it, found it empty, or
 finds its marker `.fulltilt` in it. The marker lists each entry that Fulltilt made in it, with inode, size and time:
-anything else, also a file that replaced one of ours, stays as it is. No symlink in the folder is followed. The
+anything else, also a file that replaced one of Fulltilt's, stays as it is. No symlink in the folder is followed. The
 marker is only appended to, so that several processes may write into a folder.
 """
 
@@ -178,7 +178,7 @@ class OwnedFolder:
         self.record(name, *(f"{name}/{inner}" for inner in _entries_below(self.path / name)))
 
     def make(self, folder: str | Path, mode: int = 0o777) -> Path:
-        """A folder of ours, made unless it exists. Raises ForeignFiles."""
+        """An owned folder inside, made unless it exists. Raises ForeignFiles."""
         path = self.check(folder)
         if parent := os.path.dirname(name := self._name(folder)):
             self.make(parent, mode)
@@ -194,7 +194,7 @@ class OwnedFolder:
         return _beside(self.path / self._name(beside))
 
     def create(self, entry: str | Path, mode: int = 0o666) -> int:
-        """A descriptor of a new file of ours, for reading and writing. Raises ForeignFiles if it exists."""
+        """A descriptor of a new owned file, for reading and writing. Raises ForeignFiles if it exists."""
         path = self.check(entry)
         try:
             if os.path.lexists(path):
@@ -207,7 +207,7 @@ class OwnedFolder:
         return fd
 
     def append(self, entry: str | Path, mode: int = 0o666) -> int:
-        """A descriptor that appends to a file of ours, made if it does not exist. Raises ForeignFiles."""
+        """A descriptor that appends to an owned file, made if it does not exist. Raises ForeignFiles."""
         path = self.check(entry)
         if not os.path.lexists(path):
             self.announce(entry)
@@ -232,7 +232,7 @@ class OwnedFolder:
         growing: bool = False,
         aside: str | Path | None = None,
     ) -> None:
-        """Rename an entry of ours, with everything recorded in it, to a new name or over a file of ours.
+        """Rename an owned entry, with everything recorded in it, to a new name or over an owned file.
 
         The new name is noted before the rename, in case of a kill in between. A ``growing`` file stays known by its
         inode. A folder at ``target`` gets the name ``aside``; if anything fails it keeps its own.
@@ -270,7 +270,7 @@ class OwnedFolder:
             }
 
     def remove(self, entry: str | Path) -> bool:
-        """Remove an entry of ours and everything of ours in it; True when nothing is left. Files of others stay."""
+        """Remove an owned entry and everything owned in it; True when nothing is left. Files of others stay."""
         name = self._name(entry)
         path = self.path / name
         if not os.path.lexists(path):
@@ -293,7 +293,7 @@ class OwnedFolder:
         return not os.path.lexists(path)
 
     def remove_all(self) -> bool:
-        """Remove all of ours, and the folder itself if nothing is left; True when it is gone."""
+        """Remove all owned entries, and the folder itself if nothing is left; True when it is gone."""
         for name in self.entries():  # folders come before what is in them, and are removed with it
             self.remove(name)
         with contextlib.suppress(OSError):
@@ -303,7 +303,7 @@ class OwnedFolder:
         return not os.path.lexists(self.path)
 
     def entries(self) -> list[str]:
-        """The names of all existing entries of ours in the folder."""
+        """The names of all existing owned entries."""
         self._update()
         return sorted(name for name in list(self._entries) if self.owns(name))
 
@@ -394,7 +394,7 @@ class OwnedFolder:
 def write_named_file(
     path: Path, data: bytes, mode: int = 0o666, signature: bytes | None = None, keep_owner: bool = False
 ) -> None:
-    """Write a single file that the user named, outside of any folder of ours.
+    """Write a single file that the user named, outside of any owned folder.
 
     An existing file is replaced only if its first 4 KiB hold the ``signature``; raises ForeignFiles otherwise.
     """

@@ -122,7 +122,7 @@ class StepHooks:
         self.capture: Captured | None = None  # while the training thread captures a CUDA graph
 
     def install(self, patches: Patches) -> None:
-        """Stand at backward, at every optimizer's step, at the gradient scaler's, at autocast and at train()."""
+        """Patch backward, the optimizers' and the gradient scaler's step, autocast and train()."""
         torch = self._torch
         patches.swap(torch.autograd, "backward", self._backward)
         patches.swap(torch.autograd, "grad", lambda original: timed(self._recorder, original, Activity.BACKWARD))

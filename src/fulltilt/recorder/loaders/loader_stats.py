@@ -239,7 +239,7 @@ def describe(loader: Any) -> dict[str, Any]:
 
 
 def _users_own(dataset: Any) -> Any:
-    """The user's own data set: the engine wraps it in one of ours."""
+    """The user's own data set, which the engine wraps in one of Fulltilt's."""
     return getattr(dataset, "samples", dataset) if type(dataset).__module__.startswith("fulltilt.") else dataset
 
 

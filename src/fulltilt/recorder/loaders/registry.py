@@ -65,7 +65,7 @@ class LoaderRegistry:
         self._start_lock = threading.RLock()  # one thread's at a time: torch's worker loop is exchanged meanwhile
         self.all: list[LoaderStats] = []
         self.made = 0  # torch's loaders, so far
-        # A loader made anew in each epoch is one loader to its user: same lines of the script, same length.
+        # A loader that is made again in each epoch is one loader to its user: same lines of the script, same length.
         self._made_before: dict[tuple[Any, ...], LoaderStats] = {}
 
     def evaluating(self, stats: LoaderStats) -> bool:
@@ -191,7 +191,7 @@ class LoaderRegistry:
         self._begin_pass(loader, self.of(loader), reset)
 
     def draw_from(self, library: str, iterable: Any, begin: Callable[[], Any], unit: DrawUnit) -> Any:
-        """The iterator of a library's that ``begin`` makes, with a timer where the training thread draws from it."""
+        """Another library's iterator, made by ``begin``, with a timer where the training thread draws from it."""
         recorder = self.recorder
         if self._measures:
             recorder.ensure_started()
@@ -202,7 +202,7 @@ class LoaderRegistry:
         return TimedIterator(self, stats, self._begin_pass(None, stats, begin), unit)
 
     def of_iterable(self, made_by: str, iterable: Any) -> LoaderStats:
-        """The stats of the iterables of this type that the user's line uses, which may be made anew in each epoch."""
+        """The stats of the iterables of this type that the user's line uses; each epoch may make another."""
         where, _ = users_line()
         with self._lock:
             key = (made_by, where, type(iterable).__name__)
@@ -213,7 +213,7 @@ class LoaderRegistry:
             return stats
 
     def observe_feed(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of one pass over a loader of the feed's, with each wait measured."""
+        """The batches of one pass over a loader of fulltilt.feed, with each wait measured."""
         recorder = self.recorder
         recorder.ensure_started()
         # Inside next() of another loader, as in the engine's steps, the wait is measured there.
@@ -296,7 +296,10 @@ WAITS = {False: WaitBegan(False), True: WaitBegan(True)}
 
 
 class BatchTimer:
-    """Measures every draw from one iterator. ``unit``: of a library's, which may leave that to a DataLoader inside."""
+    """Measures every draw from one iterator.
+
+    ``unit`` is what a draw from another library's iterator brings. A DataLoader inside of it measures in its place.
+    """
 
     def __init__(self, loaders: LoaderRegistry, stats: LoaderStats, unit: DrawUnit | None = None) -> None:
         self._unit = unit

@@ -40,8 +40,8 @@ LARGEST_DATAGRAM = 65_536
 QUEUE_BYTES = 1 << 20  # many workers may end together
 MOST_PASSES = 16  # whose reads are counted separately
 STEADY = 0.5  # growth is steady where its rate has not fallen by more than half
-# The storage of a worker's files is reported once this many have been seen, or after this many looks.
-ENOUGH_FILES, LOOKS_FOR_FILES = 8, 100
+# The storage of a worker's files is reported once this many have been seen, or after this many samples.
+ENOUGH_FILES, FILE_SAMPLES = 8, 100
 NO_DATA = ("/proc/", "/sys/", sys.prefix, sys.base_prefix)
 
 
@@ -209,12 +209,12 @@ class FetchTimer:
                         self._lines.add(view, min(since, 5 * every_s))
                         if self._before_pass is not None:
                             self._first_lines.add(view, min(since, 5 * every_s))
-                    self._files.look()
+                    self._files.sample()
                 if now >= next_send:
                     next_send = now + (SEND_EVERY_S if self._sent < EARLY_MESSAGES else LATER_SEND_EVERY_S)
                     switch_interval.apply()
                     self.send()
-            except Exception:  # nothing of ours may end or disturb the user's worker
+            except Exception:  # no error of Fulltilt's may end or disturb the user's worker
                 if os.environ.get("FULLTILT_DEBUG"):
                     raise
             every_s = switch_interval.every_s(EARLY_SAMPLE_EVERY_S if sampled < EARLY_SAMPLES else SAMPLE_EVERY_S)
@@ -230,7 +230,7 @@ class FetchTimer:
         own_s = time.clock_gettime(self._cpu_clock) - self._thread_before_s
         return max(time.process_time() - self._cpu_before_s - own_s - sum(self._beside.values()), 0.0)
 
-    def _look_at_memory(self) -> None:
+    def _read_memory(self) -> None:
         """Read the memory whenever the number of messages has doubled: the kernel walks all pages for it."""
         self._sent += 1
         if self._sent & (self._sent - 1):
@@ -247,7 +247,7 @@ class FetchTimer:
 
     def send(self) -> None:
         """Send what happened so far, with the fetch under way, which may never end."""
-        self._look_at_memory()
+        self._read_memory()
         spent, under_way = self._spent, self._under_way  # in this order: a fetch that ends meanwhile counts once
         if under_way is not None:
             spent = _plus(spent, under_way, self._clocks())
@@ -270,24 +270,24 @@ class FilesRead:
 
     def __init__(self) -> None:
         self._folders: list[str] = []
-        self._looks = LOOKS_FOR_FILES
+        self._samples_left = FILE_SAMPLES
 
-    def look(self) -> None:
-        """See what is open now."""
-        if not self._looks:
+    def sample(self) -> None:
+        """Note the folders of the files that are open now."""
+        if not self._samples_left:
             return
         import psutil
 
-        self._looks -= 1
+        self._samples_left -= 1
         with contextlib.suppress(OSError, psutil.Error):
             read = [file.path for file in psutil.Process().open_files() if getattr(file, "mode", "") == "r"]
             self._folders += {str(Path(path).parent) for path in read if not path.startswith(NO_DATA)}
 
     def take(self) -> StorageReading | None:
         """The storage of the files, once; None as long as too few were seen, and afterwards."""
-        if not self._folders or (self._looks and len(self._folders) < ENOUGH_FILES):
+        if not self._folders or (self._samples_left and len(self._folders) < ENOUGH_FILES):
             return None
-        self._looks = 0
+        self._samples_left = 0
         from fulltilt.probes.storage import place_of
 
         shared, common = os.path.commonpath(self._folders), Counter(self._folders).most_common(1)[0][0]
