@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from torch.utils.data._utils import worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fulltilt.recorder.loaders import LoaderStats
-from fulltilt.recorder.loaders.loader_stats import length_of, wait_slope
+from fulltilt.recorder.loaders.loader_stats import length_of
 from fulltilt.recorder.loaders.registry import MOST_LOADERS
 from fulltilt.recorder.loaders.settings_file import LoaderOverride
 from fulltilt.recorder.loaders.workers import plain_loops
@@ -244,31 +243,6 @@ def test_workers_started_while_others_start_run_torchs_loop(session: Session) ->
     assert plain_loops[worker.__name__] is worker._worker_loop is torchs
 
 
-# --------------------------------------------------------------------------- a source with a rate of its own
-
-
-@pytest.mark.parametrize(("ahead", "slope"), [(1.0, -1.0), (0.3, -0.3), (0.0, 0.0)])
-def test_the_wait_tells_what_the_source_does_in_a_pause(ahead: float, slope: float) -> None:
-    """Long pauses (a validation), a job that slows down, and noise change nothing of it."""
-    draw = random.Random(1)
-    pauses = [draw.gauss(0.04, 0.004) for _ in range(200)]
-    slow = [1 + number / 200 for number in range(200)]
-    draws = [
-        (pause_s * by, (0.08 - ahead * pause_s) * by + draw.gauss(0, 0.002))
-        for pause_s, by in zip(pauses, slow, strict=True)
-    ]
-    draws[50:50] = [(3.0, 0.0)]
-    told = wait_slope(draws)
-    assert told is not None
-    assert abs(told[0] - slope) < told[1] < 0.3
-
-
-def test_few_draws_or_even_pauses_tell_nothing_of_the_source() -> None:
-    assert wait_slope([]) is None
-    assert wait_slope([(0.04, 0.08), (0.05, 0.07)] * 4) is None
-    assert wait_slope([(0.04, 0.08)] * 50) is None
-
-
 def test_loaders_that_are_drawn_in_turns_train_together(session: Session) -> None:
     """Of two zipped loaders only the second was tuned, and the first kept the job waiting."""
     model = torch.nn.Linear(1, 1)
@@ -276,16 +250,6 @@ def test_loaders_that_are_drawn_in_turns_train_together(session: Session) -> Non
     for first, second in zip(DataLoader(DATA, batch_size=4), DataLoader(DATA, batch_size=4), strict=True):
         model(first[0][:, None] + second[0][:, None]).sum().backward()
     assert [stats.trains for stats in session.loaders.all] == [False, True, True]
-
-
-def test_a_draw_measures_the_pause_before_it(session: Session) -> None:
-    for _ in range(2):
-        for _ in DataLoader(TensorDataset(torch.zeros(5, 1))):
-            time.sleep(0.005)
-    (stats,) = session.loaders.all
-    assert len(stats.draws) == 8, "without the first of each pass"
-    assert all(gap_s >= 0.005 for gap_s, _ in stats.draws)
-    assert min(wait_s for _, wait_s in stats.draws) < 0.005
 
 
 # --------------------------------------------------------------------------- nothing of the user's runs for us

@@ -85,7 +85,7 @@ class Supply:
     ``batch_s`` is what one worker (without workers, the training thread) needs for a batch, hand-over included;
     ``fetch_s`` is the part of it in the data set and the collate function, ``queue_s`` the part spent waiting for a
     CPU, as far as that is known. ``main_cpu_s`` is CPU time of the training thread in next(), which no number of
-    workers reduces. ``runs_ahead``: without workers, whether the source goes on making samples between two draws.
+    workers reduces.
     """
 
     workers: int
@@ -100,7 +100,6 @@ class Supply:
     handover_main_share: float = 0.0
     handover_worker_share: float = 0.0
     queueing_share: float | None = None
-    runs_ahead: bool | None = None
 
     @property
     def worker_samples_per_s(self) -> float:
@@ -201,18 +200,7 @@ def _serial_supply(loader: LoaderRecord, spans: Spans, cpu_wait_s: float) -> Sup
         fetch_s=batch_s,
         queue_s=queue_s,
         busy_share=(busy_s + queue_s) / batch_s,
-        runs_ahead=runs_ahead(loader),
     )
-
-
-def runs_ahead(loader: LoaderRecord) -> bool | None:
-    """Whether the source makes samples at its own rate, so that asking sooner wins nothing; None where unknown."""
-    if loader.wait_slope is None:
-        return None
-    slope, error = loader.wait_slope
-    if slope + error < -THRESHOLDS.runs_ahead_share:
-        return True
-    return False if slope - error > -THRESHOLDS.runs_ahead_share else None
 
 
 def loader_ceiling(
@@ -226,8 +214,7 @@ def loader_ceiling(
     if supply.workers > 0 and saturated and delivered_samples_per_s is not None:
         return delivered_samples_per_s
     if supply.workers == 0:
-        runs_ahead = supply.runs_ahead and supply.waits
-        return (delivered_samples_per_s if runs_ahead else None) or supply.worker_samples_per_s
+        return supply.worker_samples_per_s
     limits = [supply.workers * supply.worker_samples_per_s]
     if supply.batch_cpu_s > 0 and (supply.busy_share is None or supply.busy_share >= THRESHOLDS.cpu_bound_share):
         limits.append(usable_cpus * supply.samples_per_batch / supply.batch_cpu_s)

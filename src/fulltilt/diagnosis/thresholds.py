@@ -68,7 +68,6 @@ class Thresholds:
     pickling_start_s: float = 5.0  # of start-up: long enough to be annoying
     many_tensors: int = 64  # in a batch; on two CPUs 151 of them took 100 ms to hand over
     handover_share: float = 0.5  # more CPU in pickling and rebuilding than in fetching, or than in real waiting
-    runs_ahead_share: float = 0.5  # of a pause, by which the next wait is shorter: a worker wins the other half
     sampling_share: float = 0.5  # of the fetching: workers could take over the smaller part only
     cheap_fetch_share: float = 0.5  # of the wait for a batch: fetching it on the training thread would halve the wait
     spare_capacity: float = 2.0  # workers that could give twice what arrives are fast enough, too

@@ -200,8 +200,6 @@ class LoaderRecord:
     pass is one record, ``constructed`` so many times. ``eval_batches`` of its batches were used to evaluate.
     ``pickled_workers`` were not forked: each got ``pickled_bytes`` of data set and arguments, which took the training
     thread ``pickle_s`` in all. ``sampler_lines`` are lines of its sampler, which always runs in the training thread.
-    ``wait_slope`` is how the wait for a batch changes with each second between two draws, and its error: −1 where the
-    source goes on meanwhile, 0 where it does not.
     """
 
     loader_id: int
@@ -232,7 +230,6 @@ class LoaderRecord:
     helpers_cpu_s: float = 0.0  # of other threads of the process in waits without workers, as zarr has
     first_wait_s: float = 0.0
     restart_s: float = 0.0
-    wait_slope: tuple[float, float] | None = None
     padding_share: float | None = None
     eval_batches: int = 0
     sampler_lines: tuple[HotLine, ...] = ()

@@ -120,9 +120,6 @@ def input_serial(evidence: Evidence) -> Judgement:
         return _slow_sampler(evidence, loader)
     if hung := hung_fetch(evidence, loader, "input_serial"):
         return hung
-    supply = evidence.supply
-    if supply is not None and supply.runs_ahead and supply.waits:
-        return _slow_source(evidence, loader)
     return _no_workers(evidence, loader)
 
 
@@ -163,32 +160,10 @@ def _no_workers(evidence: Evidence, loader: LoaderRecord) -> Finding:
     if others and computes:  # workers would share the CPUs with them as well
         fix += f" {OTHERS_TAKE_CPUS}"
         predicted = gain(1.0, predicted[1])
-    if supply is not None and supply.runs_ahead is not False and (supply.runs_ahead or supply.waits):
+    if supply is not None and supply.waits:
         fix += f" {_NO_SOONER}"
         predicted = gain(1.0, predicted[1])
     return waiting_for_data(evidence, "input_serial", facts, fix, loader.where, predicted)
-
-
-def _slow_source(evidence: Evidence, loader: LoaderRecord) -> Finding:
-    """A source that makes samples at its own rate: a worker would wait for it as well."""
-    line = costliest_line(evidence)
-    rate = evidence.delivered_samples_per_s
-    gives = f", at {number(rate)} samples/s" if rate else ""
-    slope = loader.wait_slope[0] if loader.wait_slope else -1.0
-    facts = [
-        "what fetching waits for (another process, a thread, a service) goes on while the training computes"
-        f"{gives}: for each second of computing the next wait is {seconds(min(-slope, 1.0))} shorter",
-        *([f"of the fetching, {line_cost(line, loader.wait_s)}"] if line and loader.wait_s > 0 else []),
-        *rates(evidence),
-    ]
-    where = line.where if line else loader.where
-    place = call_at(line) if line else f"the data set{at(where)}"
-    fix = (
-        f"Make what {place} waits for faster: a worker would wait for it just as long. Several workers help only if "
-        "each has a source of its own, for its own part of the data."
-    )
-    title = "Data loading: slow source"
-    return waiting_for_data(evidence, "input_serial", facts, fix, where, gain_without_wait(evidence), title=title)
 
 
 def _slow_sampler(evidence: Evidence, loader: LoaderRecord) -> Finding:

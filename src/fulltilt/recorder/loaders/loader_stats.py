@@ -6,11 +6,8 @@ import builtins
 import contextlib
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import median
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -30,8 +27,6 @@ from fulltilt.records import LoaderRecord, WorkerRecord
 INSPECT_FIRST = 4
 INSPECT_EVERY = 32
 MOST_SHAPES = 64
-# The latest draws, and at least so many, show whether a loader's source works ahead of the training.
-LATEST_DRAWS, FEWEST_DRAWS = 512, 16
 # Where a data set may keep its samples; fewer objects than this take hardly any memory.
 NAMED = (FunctionType, BuiltinFunctionType, MethodType, type)
 COLLECTIONS, MANY_OBJECTS = (list, tuple, dict, set), 10_000
@@ -65,8 +60,6 @@ class LoaderStats:
     timed_helpers_cpu_s: float = 0.0
     first_wait_s: float = 0.0
     restart_s: float = 0.0
-    arrived: tuple[int, float] = (-1, 0.0)  # how many batches had come, and when the last of them did
-    draws: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LATEST_DRAWS))  # gap before, wait
     pickled_workers: int = 0
     pickled_bytes: int = 0
     pickle_s: float = 0.0
@@ -151,7 +144,6 @@ class LoaderStats:
             helpers_cpu_s=self.helpers_cpu_s,
             first_wait_s=self.first_wait_s,
             restart_s=self.restart_s,
-            wait_slope=wait_slope(tuple(self.draws)),
             pickled_workers=self.pickled_workers,
             pickled_bytes=self.pickled_bytes // max(self.pickled_workers, 1),
             pickle_s=self.pickle_s,
@@ -181,22 +173,6 @@ class LoaderStats:
             lines=lines,
             chunks=self.chunks,
         )
-
-
-def wait_slope(draws: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """How the wait for a batch changes with each second between the draws, and three standard errors of that.
-
-    By differences from draw to draw: a job that slows down has both longer gaps and longer waits. None where there
-    are too few draws; long gaps (a validation) do not count.
-    """
-    usual_s = 2 * median(gap_s for gap_s, _ in draws) if draws else 0.0
-    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(draws) if max(a[0], b[0]) <= usual_s]
-    spread = sum(gap_s**2 for gap_s, _ in steps)
-    if len(steps) < FEWEST_DRAWS or not spread:
-        return None
-    slope = sum(gap_s * wait_s for gap_s, wait_s in steps) / spread
-    left = sum((wait_s - slope * gap_s) ** 2 for gap_s, wait_s in steps)
-    return slope, 3 * (left / spread / len(steps)) ** 0.5
 
 
 def stored(owner: Any, name: str, otherwise: Any = None) -> Any:

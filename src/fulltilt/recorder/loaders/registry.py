@@ -385,13 +385,10 @@ class BatchTimer:
         thread_cpu_s = time.thread_time() - cpu if timed else None
         all_cpu_s = time.process_time() - all_cpu if timed and not workers else None
         self._note_wait(first, workers, waited, thread_cpu_s, all_cpu_s)
-        if not first and stats.arrived[0] == stats.batches:
-            stats.draws.append((began - stats.arrived[1], waited))
         if first:
             loaders.learn_length(stats, stats.loader() if self.begun_by is None else self.begun_by)
             self.begun_by = None
         samples = self._count(batch)
-        stats.arrived = stats.batches, began + waited
         doubtful = evaluating and loaders.gradients()
         fact = BatchArrived(stats.loader_id, samples, evaluating, first, workers, doubtful)
         recorder.switch(before, fact, Point.NONE if evaluating else Point.BATCH)
