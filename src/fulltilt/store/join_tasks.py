@@ -174,20 +174,7 @@ def _joined(
     origin = {task: own[0].t0_s if own else 0.0 for task, own in first.items()}
     later = _alignment([first[task] for task in used], [origin[task] for task in used])
     shift = {task: late - origin[task] for task, late in zip(used, later, strict=True)}
-    records = [tasks[task] for task in used]
-    leader = min(used, key=lambda task: _number(tasks[task]))
-    ends = [end + shift[task] for task in used if (end := tasks[task].wall_s) is not None]
-    bad = next((run for run in records if run.state not in ("done", "running")), None)
-    over = all(run.state != "running" for run in records)
-    run = replace(
-        tasks[leader],
-        started_at=(tasks[leader].began + timedelta(seconds=origin[leader])).isoformat(timespec="seconds"),
-        state=bad.state if bad is not None else "done" if over else "running",
-        exit_code=bad.exit_code if bad is not None else tasks[leader].exit_code,
-        ended_by=bad.ended_by if bad is not None else None,
-        wall_s=max(ends) if over and ends else None,
-        oom_kills=sum(run.oom_kills for run in records),
-    )
+    records = {task: tasks[task] for task in used}
     hosts: dict[str, Path] = {}  # several tasks may sample one machine
     for task in used:
         hosts.setdefault(tasks[task].machine.hostname, task)
@@ -200,13 +187,31 @@ def _joined(
         shifted_spans.append(tuple(_shifted(span, by_s) for span in own))
     return Run(
         folder=str(folder),
-        run=run,
+        run=_record_of_all(records, origin, shift),
         ranks=tuple(ranks),
         spans=tuple(shifted_spans),
         samples=tuple(_samples(hosts.values(), shift, each)) if samples else (),
-        warnings=tuple(_lost(streams, {task: tasks[task] for task in used}, over or bad is not None)),
-        tasks=tuple(records),
+        warnings=tuple(_lost(streams, records)),
+        tasks=tuple(records.values()),
         earlier=earlier,
+    )
+
+
+def _record_of_all(records: dict[Path, RunRecord], origin: dict[Path, float], shift: dict[Path, float]) -> RunRecord:
+    """The record of the job: that of its first task, and how the first of all that failed has ended."""
+    leader = min(records, key=lambda task: _number(records[task]))
+    first = records[leader]
+    failed = next((run for run in records.values() if run.state not in ("done", "running")), None)
+    over = all(run.state != "running" for run in records.values())
+    ends = [run.wall_s + shift[task] for task, run in records.items() if run.wall_s is not None]
+    return replace(
+        first,
+        started_at=(first.began + timedelta(seconds=origin[leader])).isoformat(timespec="seconds"),
+        state=failed.state if failed is not None else "done" if over else "running",
+        exit_code=(failed or first).exit_code,
+        ended_by=failed.ended_by if failed is not None else None,
+        wall_s=max(ends) if over and ends else None,
+        oom_kills=sum(run.oom_kills for run in records.values()),
     )
 
 
@@ -236,7 +241,7 @@ def _samples(tasks: Iterable[Path], shift: dict[Path, float], most: int) -> Iter
                 yield replace(sample, t_s=sample.t_s + shift[task])
 
 
-def _lost(streams: Sequence[Stream], tasks: dict[Path, RunRecord], ended: bool) -> Iterable[str]:
+def _lost(streams: Sequence[Stream], tasks: dict[Path, RunRecord]) -> Iterable[str]:
     """Warnings about ranks without a record, tasks without a folder, and machines without a recorded end."""
     there = {stream.record.rank for stream in streams}
     world = max((stream.record.world_size for stream in streams), default=0)
@@ -251,8 +256,8 @@ def _lost(streams: Sequence[Stream], tasks: dict[Path, RunRecord], ended: bool) 
     for task, run in tasks.items():
         if task not in trained and run.state not in ("running", "done"):
             yield f"{run.machine.hostname} has trained nothing: {run.state} (exit code {run.exit_code})"
-    if ended:
-        for run in tasks.values():
+    if any(run.state not in ("done", "running") for run in records):
+        for run in records:
             if run.state == "running":
                 yield f"{run.machine.hostname} is missing: the others have ended, but its end was not recorded"
 

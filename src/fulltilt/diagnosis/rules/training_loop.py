@@ -150,46 +150,56 @@ def host_code(evidence: Evidence) -> Judgement:
     share = evidence.share(cost_s)
     if share < THRESHOLDS.host_code_share:
         return None
-    call = next(iter(evidence.rank.loop_calls), None)
     if grows:
-        call, lines = None, tuple(line for line in lines if line.where not in _growing(evidence.rank.growing_lines))
-    least_s = max(THRESHOLDS.guilty_function_share * cost_s, *(line.seconds for line in lines[:1]), 0.0)
-    if call and call.seconds < least_s:
-        call = None  # something else costs more
+        lines = tuple(line for line in lines if line.where not in _growing(evidence.rank.growing_lines))
+    call = None if grows else _costly_call_of_loop(evidence, cost_s)
     facts = [time_spent(evidence, "the script's own code", cost_s)]
     facts += costliest_lines((call, *lines) if call else lines, cost_s)
     if not lines:
         facts.append("no stack was sampled, so the line is not known")
-    predicted = by_removing(share)
-    by_function: dict[tuple[str, str], float] = defaultdict(float)
-    for line in lines:
-        by_function[line.where.rpartition(":")[0], line.function] += line.seconds
-    thin = lines and max(by_function.values()) < THRESHOLDS.guilty_function_share * cost_s
-    if thin and not call:
+    fix, where, predicted = f"Find the slow code: {_OTHERWISE.format(every=100)}.", None, by_removing(share)
+    spread_out = _is_spread_out(lines, cost_s)
+    if spread_out and not call:
         fix = (
             "It is spread over many functions in every step, so no single line is slow. Make fewer and larger steps "
             "(a larger batch), or compile the model (torch.compile)."
         )
-        return found(evidence, "host_code", cost_s, facts, fix, None, predicted)
-    if lines and not call and is_library_code(lines[0]):
-        where = _users_call(evidence)
-        part = lines[0].seconds / max(sum(line.seconds for line in lines), lines[0].seconds)
+    elif lines and not call and is_library_code(lines[0]):
+        users = _users_call(evidence)
         fix = (
             f"{lines[0].function} ({lines[0].where}) is library code: change how often it logs, plots or copies "
-            f"(log_every_n_steps=, logging_steps= and the like){at(where)}."
+            f"(log_every_n_steps=, logging_steps= and the like){at(users)}."
         )
-        return found(evidence, "host_code", cost_s, facts, fix, where or lines[0].where, by_removing(part * share))
-    fix = f"Find the slow code: {_OTHERWISE.format(every=100)}."
-    # A line of the loop's own function is not inside the call.
-    slow = call if thin or (call and lines and lines[0].function == call.function) else next(iter(lines), None)
-    if slow and evidence.loader is None and (steps_an_environment(slow) or (call and steps_an_environment(call))):
-        fix = f"{call_at(call or slow)}: {SLOW_ENVIRONMENT}."
-        if others := neighbours(evidence):
-            facts, fix = [*facts, *others], f"{fix} {OTHERS_TAKE_CPUS}"
-        predicted = gain(1.0, amdahl(share * (1 - 1 / max(evidence.usable_cpus, 1.0))))
-    elif slow:
-        fix = _speed_up_line(slow, call or slow, share, _is_seldom(evidence))
-    return found(evidence, "host_code", cost_s, facts, fix, slow.where if slow else None, predicted)
+        part = lines[0].seconds / max(sum(line.seconds for line in lines), lines[0].seconds)
+        where, predicted = users or lines[0].where, by_removing(part * share)
+    else:
+        # A line of the loop's own function is not inside the call.
+        beside = call and lines and lines[0].function == call.function
+        slow = call if spread_out or beside else next(iter(lines), None)
+        where = slow.where if slow else None
+        if slow and evidence.loader is None and (steps_an_environment(slow) or (call and steps_an_environment(call))):
+            fix = f"{call_at(call or slow)}: {SLOW_ENVIRONMENT}."
+            if others := neighbours(evidence):
+                facts, fix = [*facts, *others], f"{fix} {OTHERS_TAKE_CPUS}"
+            predicted = gain(1.0, amdahl(share * (1 - 1 / max(evidence.usable_cpus, 1.0))))
+        elif slow:
+            fix = _speed_up_line(slow, call or slow, share, _is_seldom(evidence))
+    return found(evidence, "host_code", cost_s, facts, fix, where, predicted)
+
+
+def _costly_call_of_loop(evidence: Evidence, cost_s: float) -> HotLine | None:
+    """The line of the training loop whose call costs most of the script's own code; None if something else does."""
+    call, lines = next(iter(evidence.rank.loop_calls), None), evidence.host_lines
+    least_s = max(THRESHOLDS.guilty_function_share * cost_s, *(line.seconds for line in lines[:1]), 0.0)
+    return call if call and call.seconds >= least_s else None
+
+
+def _is_spread_out(lines: Sequence[HotLine], cost_s: float) -> bool:
+    """Whether no function has much of the script's own code."""
+    by_function: dict[tuple[str, str], float] = defaultdict(float)
+    for line in lines:
+        by_function[line.where.rpartition(":")[0], line.function] += line.seconds
+    return bool(lines) and max(by_function.values()) < THRESHOLDS.guilty_function_share * cost_s
 
 
 def _is_seldom(evidence: Evidence) -> bool:
