@@ -202,13 +202,13 @@ def test_serial_loading_on_few_cpus_promises_only_what_they_can_carry() -> None:
     # Both CPUs full: 2 / (0.9 + 0.1) of the time that one takes now.
     assert finding.predicted_speedup == (1.22, 2.16)
     assert "num_workers=2" in finding.fix
-    assert "for the rest it takes a cheaper fetch" in finding.fix
+    assert "for the rest, make fetching cheaper" in finding.fix
 
 
 def test_workers_by_the_hundred_are_no_advice() -> None:
     fix = found(input_serial(gather(serial(cpus=2.0, wait_s=99.9, cpu_s=1.0)))).fix
     assert "num_workers=8 at train.py:31" in fix
-    assert "there may be more of them than CPUs; 115 would hide all of the wait, but " in fix
+    assert "there may be more of them than CPUs" in fix
 
 
 def test_serial_loading_that_only_waits_may_have_more_workers_than_cpus() -> None:

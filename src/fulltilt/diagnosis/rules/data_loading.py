@@ -73,9 +73,7 @@ def _line_gain(evidence: Evidence, line: HotLine | None) -> Gain:
 
 def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
     if evidence.supply is not None and evidence.supply.waits and plan.advised > evidence.usable_cpus:
-        fits = f"{plan.advised} is what fits {cpus(evidence.usable_cpus)} beside the training"
-        more = "" if plan.needed <= plan.advised else f"; {plan.needed} would hide all of the wait, but {fits}"
-        return f"such workers wait and take hardly any CPU, so there may be more of them than CPUs{more}"
+        return "such workers wait and take hardly any CPU, so there may be more of them than CPUs"
     if plan.crowds:
         return (
             f"the job keeps {number((evidence.host.tree_cpu_pct or 0.0) / 100)} of its {cpus(evidence.usable_cpus)} "
@@ -84,10 +82,7 @@ def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
     room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
     if plan.needed <= plan.allowed:
         return f"{count('worker', plan.needed)} would hide the wait; {room}"
-    line, fetch_s = costliest_line(evidence), evidence.workers.fetch_s if evidence.workers else 0.0
-    telling = line is not None and line.seconds >= THRESHOLDS.guilty_function_share * fetch_s
-    cheaper = f"a cheaper {line.function} ({line.where})" if line and telling else "a cheaper fetch"
-    return f"no number of workers that fits here hides all of the wait: {room}; for the rest it takes {cheaper}"
+    return f"no number of workers that fits here hides all of the wait: {room}; for the rest, make fetching cheaper"
 
 
 def _cpus(evidence: Evidence) -> str:
