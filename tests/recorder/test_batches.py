@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from fulltilt.recorder.loaders.batches import (
-    compressed_chunks,
     count_bytes,
     count_samples,
     count_tensors,
@@ -109,20 +107,3 @@ def test_the_shapes_of_a_batch_are_those_of_its_columns() -> None:
     assert shapes_of({"images": images}) == ((4, 3, 8, 8),)
     assert shapes_of(images) == ((4, 3, 8, 8),)
     assert shapes_of("text") == ()
-
-
-def test_compressed_chunks_are_found_in_open_files(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("x", (64, 8, 8), "f4", chunks=(16, 8, 8), compression="gzip")
-        file.create_dataset("rows", (64, 64, 8), "f4", chunks=(1, 64, 8), compression="gzip")
-        file.create_dataset("plain", (64, 64, 64), "f4", chunks=(64, 64, 64))
-    told = '"x": gzip, chunks of 16 × 8 × 8, 4 KiB'
-    assert compressed_chunks() is None  # closed
-    with h5py.File(tmp_path / "a.h5") as file:
-        assert compressed_chunks() == told
-        rows = file["rows"]
-        assert compressed_chunks() is None  # a read needs all that it decompresses
-        data = file["x"]
-        assert compressed_chunks() == told
-        assert (rows[3].shape, data[3].shape) == ((64, 8), (8, 8))  # still open

@@ -172,10 +172,7 @@ def with_cheaper_call(
     known = costly_call(line) if line and line.seconds >= THRESHOLDS.guilty_function_share * whole_s else None
     if line is None or known is None:
         return fix, predicted
-    chunks = evidence.workers.chunks if evidence.workers else None
-    batch = evidence.loader.batch_size if evidence.loader else None
-    stored = f" ({chunks}{f'; a batch has {batch} samples' if batch else ''})" if chunks else ", where it is compressed"
-    advice = f"{call_at(line)} {known.does.format(chunks=stored)}: {known.instead}."
+    advice = f"{call_at(line)} {known.does}: {known.instead}."
     # Other lines call the same library: a row is taken out of a table here, and its fields there. And samples of the
     # stack miss some of the time: of that which they saw, these lines had this part.
     lines = evidence.workers.lines if evidence.workers else (line,)

@@ -164,7 +164,7 @@ COSTLY_CALLS = (
     ),
     CostlyCall(
         r"\b(h5py|tables)/",
-        "reads HDF5, which decompresses all chunks that a read touches{chunks}",
+        "reads HDF5, which decompresses all chunks that a read touches, where it is compressed",
         "read as many rows at a time as a chunk has, store it in chunks of what one sample reads (h5repack -l), or "
         "draw batches from fulltilt.feed.hdf5, which reads whole chunks once",
     ),

@@ -24,9 +24,9 @@ class Activity(IntEnum):
     TRANSFER = 7  # host to GPU copies
     COMMUNICATION = 8  # explicit collectives
     OBSERVER = 9  # Fulltilt's own work on this thread
-    COMPILE = 11  # torch.compile compiles
-    GARBAGE_COLLECTION = 12  # a full one
-    PAUSED = 10  # short steps between two measured bursts, only counted
+    COMPILE = 10  # torch.compile compiles
+    GARBAGE_COLLECTION = 11  # a full one
+    PAUSED = 12  # short steps between two measured bursts, only counted
     LONG_USER = 13  # USER of a job on a GPU, too long for launching kernels
 
 

@@ -260,9 +260,9 @@ class WorkerRecord:
     """All workers of one loader on one rank together: their time and their costliest lines.
 
     ``reads`` are calls of read, ``read_bytes`` what came from storage; ``cpus`` is how many CPUs they may run on;
-    ``data``, the storage of the files that they read; ``chunks``, how the largest compressed HDF5 data set that is open
-    is stored. ``fetch_cpu_s`` includes other threads that fetching uses. ``first_batches`` began a pass:
-    what is called ``first_`` is the part of them, which may import modules, open files or fill a shuffle buffer.
+    ``data``, the storage of the files that they read. ``fetch_cpu_s`` includes other threads that fetching uses.
+    ``first_batches`` began a pass: what is called ``first_`` is the part of them, which may import modules, open files
+    or fill a shuffle buffer.
     """
 
     loader_id: int
@@ -282,7 +282,6 @@ class WorkerRecord:
     cpus: int | None = None
     growth: MemoryGrowthRecord | None = None
     data: StorageReading | None = None
-    chunks: str | None = None
     first_batches: int | None = None
     first_fetch_s: float | None = None
     first_fetch_cpu_s: float | None = None

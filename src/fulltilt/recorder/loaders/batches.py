@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
-
-from fulltilt.figures import size
 
 DEEPEST = 4
 WIDEST = 64
@@ -17,6 +14,9 @@ NUMBERS = (int, float)
 # Rows of numbers are texts if they are this long and hold this many different ones, unlike labels and one-hot codes.
 SHORTEST_TEXT, LONGEST_TEXT, FEWEST_TOKENS = 8, 1 << 16, 32
 SOME_ROWS, SOME_TOKENS = 32, 64  # are enough to judge by
+# The first few batches of a loader are inspected, and then one in so many.
+INSPECT_FIRST, INSPECT_EVERY = 4, 32
+MOST_SHAPES = 64
 
 
 def count_samples(batch: Any, hint: int | None = None, last: int | None = None, *, batched: bool = False) -> int | None:
@@ -170,31 +170,38 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(size) for size in shape) for shape in found if shape is not None)
 
 
-# --------------------------------------------------------------------------- HDF5
+# --------------------------------------------------------------------------- the batches of a loader
 
 
-def compressed_chunks() -> str | None:
-    """How the compressed HDF5 data set with the largest chunks in open files is stored; None where there is none.
+@dataclass
+class BatchFacts:
+    """What the batches of one loader hold, by those that were inspected."""
 
-    Call it on the thread that fetches: HDF5 has one lock, and the observer would wait for a read.
-    """
-    h5py = sys.modules.get("h5py")
-    words, most = None, 0
-    with contextlib.suppress(Exception):  # what cannot be read is left out
-        for found in _open_hdf5(h5py) if h5py is not None else ():
-            bytes_ = found.dtype.itemsize * math.prod(found.chunks or (0,))
-            if bytes_ > most and found.chunks[0] > 1 and found.id.get_create_plist().get_nfilters():
-                shape, kind = " × ".join(map(str, found.chunks)), found.compression or "compressed"
-                words, most = f'"{found.name.lstrip("/")}": {kind}, chunks of {shape}, {size(bytes_)}', bytes_
-    return words
+    largest_bytes: int | None = None
+    kind: str | None = None
+    tensors: int | None = None
+    shapes: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
+    padding: float = 0.0
+    padding_seen: int = 0
 
+    def inspect(self, batch: Any) -> None:
+        """Take in a batch; a few are enough."""
+        self.largest_bytes = max(self.largest_bytes or 0, count_bytes(batch))
+        self.kind = self.kind or kind_of(batch)
+        self.tensors = max(self.tensors or 0, count_tensors(batch))
+        if len(self.shapes) < MOST_SHAPES:
+            self.shapes.add(shapes_of(batch))
+        share = padding_share(batch)
+        if share is not None:
+            self.padding += share
+            self.padding_seen += 1
 
-def _open_hdf5(h5py: Any) -> list[Any]:
-    """The open HDF5 data sets of this process; where there are none, the first ones in open files."""
-    open_ids, kinds = h5py.h5f.get_obj_ids, h5py.h5f
-    found = [h5py.Dataset(one) for one in open_ids(types=kinds.OBJ_DATASET)]
-    for one in () if found else open_ids(types=kinds.OBJ_FILE):
-        seen: list[Any] = []
-        h5py.File(one).visititems(lambda _, item, seen=seen: seen.append(item) or len(seen) == WIDEST or None)
-        found += (item for item in seen if isinstance(item, h5py.Dataset))
-    return found
+    def fields(self) -> dict[str, Any]:
+        """The fields of a LoaderRecord that they fill."""
+        return {
+            "batch_bytes": self.largest_bytes,
+            "batch_kind": self.kind,
+            "batch_tensors": self.tensors,
+            "batch_shapes": len(self.shapes) or None,
+            "padding_share": self.padding / self.padding_seen if self.padding_seen else None,
+        }

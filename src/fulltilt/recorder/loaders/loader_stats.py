@@ -11,22 +11,11 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from fulltilt.recorder.loaders.batches import (
-    compressed_chunks,
-    count_bytes,
-    count_tensors,
-    kind_of,
-    padding_share,
-    shapes_of,
-)
+from fulltilt.recorder.loaders.batches import BatchFacts
 from fulltilt.recorder.loaders.workers import WorkerTotals
 from fulltilt.recorder.stacks.line_times import LineTimes
 from fulltilt.records import LoaderRecord, WorkerRecord
 
-# A batch's size and padding are measured on the first few batches, and then at this interval.
-INSPECT_FIRST = 4
-INSPECT_EVERY = 32
-MOST_SHAPES = 64
 # Where a data set may keep its samples; fewer objects than this take hardly any memory.
 NAMED = (FunctionType, BuiltinFunctionType, MethodType, type)
 COLLECTIONS, MANY_OBJECTS = (list, tuple, dict, set), 10_000
@@ -38,21 +27,25 @@ class LoaderStats:
 
     loader_id: int
     loader: Callable[[], Any] = lambda: None  # a weak reference to it; of an iterable none is kept
+    # How it was made.
     where: str | None = None
     given: tuple[str, ...] = ()
+    made_by: str | None = None
+    made_at: tuple[Any, ...] = ()  # a loader made there later, with as many samples, is the same one to its user
+    constructed: int = 0
     described: dict[str, Any] = field(default_factory=dict)
     asked_for: int | None = None  # indices in each request, where there is no batch size: 1 without batching
     last_batch_size: int | None = None  # of a pass; None where it is full, or unknown
-    eval_batches: int = 0
+    # What it has given.
     passes: int = 0
     in_pass: bool = False
-    made_by: str | None = None
-    constructed: int = 0
     trains: bool = False
-    made_at: tuple[Any, ...] = ()  # a loader made there later, with as many samples, is the same one to its user
     batches: int = 0
+    eval_batches: int = 0
     samples: int = 0
     counted: bool = False
+    facts: BatchFacts = field(default_factory=BatchFacts)
+    # What the training thread has waited for it, and did meanwhile.
     wait_s: float = 0.0
     waiting_since_s: float | None = None
     timed_wait_s: float = 0.0
@@ -60,19 +53,13 @@ class LoaderStats:
     timed_helpers_cpu_s: float = 0.0
     first_wait_s: float = 0.0
     restart_s: float = 0.0
+    sampler_lines: LineTimes = field(default_factory=LineTimes)
+    fetch_lines: LineTimes = field(default_factory=LineTimes)  # where the training thread fetches itself
+    # Its workers, and what each of those that were not forked got.
+    workers: WorkerTotals | None = None
     pickled_workers: int = 0
     pickled_bytes: int = 0
     pickle_s: float = 0.0
-    batch_bytes: int | None = None
-    batch_kind: str | None = None
-    batch_tensors: int | None = None
-    chunks: str | None = None
-    shapes: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
-    padding: float = 0.0
-    padding_seen: int = 0
-    sampler_lines: LineTimes = field(default_factory=LineTimes)
-    fetch_lines: LineTimes = field(default_factory=LineTimes)  # where the training thread fetches itself
-    workers: WorkerTotals | None = None
     # What live tuning has put in force instead of the loader's own arguments.
     in_force: dict[str, Any] = field(default_factory=dict)
     serving_workers: int | None = None  # of the pool that serves now, on trial or in force
@@ -107,20 +94,6 @@ class LoaderStats:
         """CPU time of other threads of the process inside next(), likewise."""
         return self.wait_s * self.timed_helpers_cpu_s / self.timed_wait_s if self.timed_wait_s else 0.0
 
-    def inspect(self, batch: Any) -> None:
-        """Measure size, structure and padding of a batch; a few batches are enough."""
-        self.batch_bytes = max(self.batch_bytes or 0, count_bytes(batch))
-        self.batch_kind = self.batch_kind or kind_of(batch)
-        self.batch_tensors = max(self.batch_tensors or 0, count_tensors(batch))
-        if self.chunks is None and self.batches <= INSPECT_FIRST:
-            self.chunks = compressed_chunks()
-        if len(self.shapes) < MOST_SHAPES:
-            self.shapes.add(shapes_of(batch))
-        share = padding_share(batch)
-        if share is not None:
-            self.padding += share
-            self.padding_seen += 1
-
     def record(self, trained: bool) -> LoaderRecord:
         """The loader as a record."""
         role = "train" if trained else "eval" if self.batches else "unused"
@@ -135,10 +108,6 @@ class LoaderStats:
             batches=self.batches,
             eval_batches=self.eval_batches,
             samples=self.samples if self.counted else None,
-            batch_bytes=self.batch_bytes,
-            batch_kind=self.batch_kind,
-            batch_tensors=self.batch_tensors,
-            batch_shapes=len(self.shapes) or None,
             wait_s=self.waited_s,
             wait_cpu_s=self.wait_cpu_s,
             helpers_cpu_s=self.helpers_cpu_s,
@@ -147,9 +116,8 @@ class LoaderStats:
             pickled_workers=self.pickled_workers,
             pickled_bytes=self.pickled_bytes // max(self.pickled_workers, 1),
             pickle_s=self.pickle_s,
-            padding_share=self.padding / self.padding_seen if self.padding_seen else None,
             sampler_lines=self.sampler_lines.top(),
-            **{**self.described, **self.in_force},
+            **{**self.facts.fields(), **self.described, **self.in_force},
         )
 
     def worker_record(self) -> WorkerRecord | None:
@@ -171,7 +139,6 @@ class LoaderStats:
             process_cpu_s=self.wait_cpu_s,
             read_bytes=None,
             lines=lines,
-            chunks=self.chunks,
         )
 
 

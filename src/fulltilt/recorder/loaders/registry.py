@@ -19,11 +19,9 @@ from typing import Any, Generic, TypeVar
 
 from fulltilt.recorder.import_watcher import DrawUnit
 from fulltilt.recorder.loaders import workers
-from fulltilt.recorder.loaders.batches import count_samples
+from fulltilt.recorder.loaders.batches import INSPECT_EVERY, INSPECT_FIRST, count_samples
 from fulltilt.recorder.loaders.call_sites import ENGINE, call_sites
 from fulltilt.recorder.loaders.loader_stats import (
-    INSPECT_EVERY,
-    INSPECT_FIRST,
     LoaderStats,
     describe,
     is_iterable,
@@ -440,7 +438,7 @@ class BatchTimer:
             stats.samples += samples
             stats.counted = True
         if stats.batches <= INSPECT_FIRST or stats.batches % INSPECT_EVERY == 0:
-            stats.inspect(batch)
+            stats.facts.inspect(batch)
         return samples
 
     def _samples_of(self, batch: Any) -> int | None:

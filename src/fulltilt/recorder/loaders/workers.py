@@ -25,7 +25,6 @@ from random import Random
 from typing import Any
 
 from fulltilt.recorder.interpreter_lock import SwitchInterval, cpu_clock, cpu_s, cpu_times_s, wake_on_time
-from fulltilt.recorder.loaders.batches import compressed_chunks
 from fulltilt.recorder.stacks.frames import stack_of, view_of
 from fulltilt.recorder.stacks.line_times import LineGrowth, LineTimes
 from fulltilt.recorder.user_code import leave_out_ours
@@ -97,7 +96,6 @@ class WorkerMessage:
     lines: tuple[HotLine, ...] = ()
     first_lines: tuple[HotLine, ...] = ()
     data: StorageReading | None = None
-    chunks: str | None = None
 
 
 class WorkerSocket:
@@ -165,8 +163,6 @@ class FetchTimer:
         batch = self._measured(original, *args)
         message = self._message
         message.batches += 1
-        if message.batches == 1:  # a data set opens its files as it is asked
-            message.chunks = compressed_chunks()
         if self._before_pass is not None:
             first_s, first_cpu_s, first_wait_s = _plus((0.0, 0.0, 0.0), self._before_pass, self._spent)
             message.first_batches += 1
@@ -380,7 +376,6 @@ class WorkerTotals:
         self._sums: dict[str, Any] = {**dict.fromkeys(SUMMED), "batches": 0}
         self._read_in_pass: dict[int, int] = {}
         self._data: StorageReading | None = None
-        self._chunks: str | None = None
         self._lines, self._first_lines = LineTimes(), LineTimes()
         self._growth = LineGrowth(self._lines)
 
@@ -398,7 +393,6 @@ class WorkerTotals:
         if read is not None and (in_pass in self._read_in_pass or len(self._read_in_pass) < MOST_PASSES):
             self._read_in_pass[in_pass] = self._read_in_pass.get(in_pass, 0) + int(read)
         self._data = self._data or message.data
-        self._chunks = self._chunks or message.chunks
         self._lines.merge(message.lines)
         self._first_lines.merge(message.first_lines)
         self._growth.note(self._sums["batches"])
@@ -423,7 +417,6 @@ class WorkerTotals:
             cpus=len(set().union(*cpus)) if cpus else None,
             growth=self._memory_growth(),
             data=self._data,
-            chunks=self._chunks,
         )
 
     def _memory_growth(self) -> MemoryGrowthRecord | None:

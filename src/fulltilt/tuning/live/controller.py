@@ -175,7 +175,7 @@ def measure_capacity(session: Session, stats: LoaderStats, other_workers: int, t
         if measured
         else None,
         shm_free_bytes=shared_memory_bytes()[1],
-        batch_bytes=stats.batch_bytes,
+        batch_bytes=stats.facts.largest_bytes,
         files_left=_files_left(),
         tensors_per_batch=tensors_per_batch,
         can_pin=_can_pin(session),
