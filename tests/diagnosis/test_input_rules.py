@@ -266,7 +266,9 @@ def test_more_workers_promise_nothing_for_certain_where_others_take_the_cpus() -
 
 def test_what_a_library_does_for_each_sample_stands_beside_its_line() -> None:
     line = HotLine("data.py:9", "D.__getitem__", 55.0, "self.x[i]", inside="h5py/_hl/dataset.py:Dataset.__getitem__")
-    told = ". self.x[i] at data.py:9 reads HDF5, which decompresses all chunks that a read touches, where it is compressed: "
+    told = (
+        "self.x[i] at data.py:9 reads HDF5, which decompresses all chunks that a read touches, where it is compressed"
+    )
     lines = (line, HotLine("data.py:12", "D.__getitem__", 7.0))
     one = workers(fetch_s=62.0, lines=lines, processes=0)
     run = serial()

@@ -32,6 +32,7 @@ from fulltilt.recorder import user_code
 from fulltilt.recorder.loaders import registry
 from fulltilt.recorder.marks import Activity
 from fulltilt.recorder.stacks.frames import (
+    KnownLoop,
     LoopFrames,
     Stack,
     StackView,
@@ -65,7 +66,7 @@ def looks_at(
     while time.monotonic() < deadline or len(views) < FEWEST_LOOKS:
         time.sleep(0.005)
         stack = stack_of(thread.ident or 0)
-        if stack is not None and (view := view_of(stack, loop=holding, step=stepping)) is not None:
+        if stack is not None and (view := view_of(stack, None, KnownLoop(loop=holding, step=stepping))) is not None:
             views.append(view)
     going[0] = False
     thread.join()
@@ -137,7 +138,7 @@ def test_what_trains_while_it_is_imported_is_no_import(tmp_path: Path, monkeypat
     def train() -> None:
         stack = stack_of(threading.get_ident())
         assert stack is not None
-        seen.extend(view_of(stack, None, frames) for frames in (frozenset(), frozenset(stack.calls[1:])))
+        seen.extend(view_of(stack, None, KnownLoop(spots)) for spots in (frozenset(), frozenset(stack.calls[1:])))
 
     monkeypatch.setattr(builtins, "train", train, raising=False)
     importlib.import_module("trains_at_once")
@@ -335,24 +336,24 @@ def test_what_a_function_computes_is_told_with_the_line_of_the_loop_that_calls_i
 
 def test_a_function_that_the_loop_calls_for_a_whole_step_is_part_of_it() -> None:
     """training_step(batch) was said to be taken out of the step."""
-    known = LoopFrames()
+    frames = LoopFrames()
 
     def clip() -> None:
         pass
 
     def training_step() -> None:
-        known.see(Activity.BACKWARD, sys._getframe())
+        frames.see(Activity.BACKWARD, sys._getframe())
         clip()
-        known.see(Activity.OPTIMIZER, sys._getframe())
+        frames.see(Activity.OPTIMIZER, sys._getframe())
 
     def fit() -> None:
-        known.see(Activity.DATA_WAIT, sys._getframe())
+        frames.see(Activity.DATA_WAIT, sys._getframe())
         training_step()
 
     fit()
-    assert training_step.__code__ in known.step - known.loop
-    assert fit.__code__ in known.step & known.loop
-    assert clip.__code__ not in known.step
+    assert training_step.__code__ in frames.known.step - frames.loop
+    assert fit.__code__ in frames.known.step & frames.loop
+    assert clip.__code__ not in frames.known.step
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="collections begin between instructions there")
@@ -542,11 +543,11 @@ def test_what_the_package_of_the_loop_calls_is_named_by_its_first_function() -> 
     """A logger's database took the time: line 954 of sqlalchemy/engine/default.py was named."""
     files = ("sqlalchemy/engine.py", "sqlalchemy/session.py", "mlflow/client.py", "trainers/log.py", "trainers/loop.py")
     spots = [(compile(f"x = {file!r}", f"/x/site-packages/{file}", "exec"), 0) for file in files]
-    view = view_of(Stack(spots, {}), loop=frozenset({spots[-1][0]}))
+    view = view_of(Stack(spots, {}), None, KnownLoop(loop=frozenset({spots[-1][0]})))
     assert view is not None
     assert (view.kind, view.where) == ("host", "mlflow/client.py:1")
     assert view.inside == "mlflow/client.py:<module> sqlalchemy/engine.py:<module>"
-    own = view_of(Stack(spots[3:], {}), loop=frozenset({spots[-1][0]}))
+    own = view_of(Stack(spots[3:], {}), None, KnownLoop(loop=frozenset({spots[-1][0]})))
     assert own is not None
     assert own.where == "trainers/log.py:1"
 
@@ -555,7 +556,7 @@ def test_a_line_that_leads_into_the_loop_is_named_before_one_of_pythons_own_libr
     """A loop under asyncio was blamed on line 468 of selectors.py."""
     waits = (asyncio.SelectorEventLoop.run_forever.__code__, 0)
     begins = (compile("asyncio.run(main())", "train.py", "exec"), 0)
-    view = view_of(Stack([waits, begins], {}), loop_frames=frozenset({begins}))
+    view = view_of(Stack([waits, begins], {}), None, KnownLoop(frozenset({begins})))
     assert view is not None
     assert view.where == "train.py:1"
 

@@ -161,8 +161,7 @@ class StackSampler:
         return stack if self._recorder.activity is activity else None
 
     def _view(self, stack: Stack, inside: CodeType | None = None) -> StackView | None:
-        known = self._recorder.loop_frames
-        view = view_of(stack, inside, known.spots, known.loop, known.step)
+        view = view_of(stack, inside, self._recorder.loop_frames.known)
         if view is None:
             return None
         # On a GPU, what a generator has torch do is the GPU's time.
@@ -224,7 +223,7 @@ class StackSampler:
         recorder, stack = self._recorder, self._stack_in(Activity.BACKWARD)
         if stack is None:
             return
-        view = view_of(stack, None, recorder.loop_frames.spots) if user_code_in_backward(stack) else None
+        view = view_of(stack, None, recorder.loop_frames.known) if user_code_in_backward(stack) else None
         if view is not None and (view := recorder.state.resolve_waiting(view)).kind == "host":
             recorder.state.sampled(Activity.USER, view, self._every_s)
             self._backward["host"] += self._every_s

@@ -62,6 +62,22 @@ Spots = frozenset[Spot]
 Codes = frozenset[CodeType]
 
 
+class KnownLoop(NamedTuple):
+    """What is known of the training loop (see ``LoopFrames``).
+
+    A line at one of ``spots`` only leads into the loop (``trainer.train()``). Functions of ``loop`` hold the loop, or
+    call the one that does: a generator among them makes no batches, but yields the results of training. Those of
+    ``step`` hold a whole step: what they call could be moved out of it, but not they themselves.
+    """
+
+    spots: Spots = frozenset()
+    loop: Codes = frozenset()
+    step: Codes = frozenset()
+
+
+NOTHING_KNOWN = KnownLoop()
+
+
 class Stack(NamedTuple):
     """A thread's calls at one moment, the innermost first, and the global names that the innermost one sees."""
 
@@ -138,19 +154,11 @@ def user_code_in_backward(stack: Stack) -> bool:
     return False
 
 
-def view_of(
-    stack: Stack,
-    inside: CodeType | None = None,
-    loop_frames: Spots = frozenset(),
-    loop: Codes = frozenset(),
-    step: Codes = frozenset(),
-) -> StackView | None:
+def view_of(stack: Stack, inside: CodeType | None = None, known: KnownLoop = NOTHING_KNOWN) -> StackView | None:
     """What a thread with this stack was doing, and on which line of the user's.
 
-    Only calls made by ``inside`` count; None when the thread has left it already. A line of ``loop_frames`` only led
-    into the training loop (``trainer.train()``): a library's line is named instead. A generator in ``loop`` makes no
-    batches, but yields the results of training. Functions of ``step`` hold a whole step: what they call could be moved
-    out of it, but not they themselves.
+    Only calls made by ``inside`` count; None when the thread has left it already. Instead of a line that only leads
+    into the training loop a library's line is named.
     """
     calls = stack.calls
     if inside is not None and not any(code is inside for code, _ in calls):
@@ -160,7 +168,7 @@ def view_of(
         # What led to our own command line, as when a recipe trains, costs the training nothing.
         calls = [top, *takewhile(lambda spot: own_package(spot[0].co_filename) != "cli", calls[1:])]
     top_owner = owner(top[0].co_filename)
-    seen = _read_frames(calls, inside, loop_frames, loop, step)
+    seen = _read_frames(calls, inside, known)
     # The Python inside a library's model is part of what the model costs; only a model of the user's can be changed.
     kind = seen.kind or ("torch" if seen.in_library_module else _kind(top, stack.names, top_owner, seen.in_module))
     drawn_from = None
@@ -211,7 +219,8 @@ class _Frames:
     kind: str | None = None  # where one frame alone decides it
 
 
-def _read_frames(calls: list[Spot], inside: CodeType | None, loop_frames: Spots, loop: Codes, step: Codes) -> _Frames:
+def _read_frames(calls: list[Spot], inside: CodeType | None, known: KnownLoop) -> _Frames:
+    into_loop, loop, step = known
     seen, top_owner = _Frames(), owner(calls[0][0].co_filename)
     for depth, spot in enumerate(calls):
         code = spot[0]
@@ -233,7 +242,7 @@ def _read_frames(calls: list[Spot], inside: CodeType | None, loop_frames: Spots,
                 seen.kind = "epoch_turnover"
         elif who == "stdlib":
             # Paid once, by whoever needs it first: often the first save. But a script may train as it is imported.
-            if code.co_filename.startswith(IMPORTING) and spot not in loop_frames:
+            if code.co_filename.startswith(IMPORTING) and spot not in into_loop:
                 seen.kind = "import"
             elif code is deepcopy.__code__:
                 seen.kind = seen.kind or "host"  # weights kept aside: torch's work, but no part of the step
@@ -247,7 +256,7 @@ def _read_frames(calls: list[Spot], inside: CodeType | None, loop_frames: Spots,
                 seen.in_library_iterator = True
         elif who == "user":
             of_loop = code in loop
-            if spot in loop_frames:
+            if spot in into_loop:
                 seen.into_loop = seen.into_loop or spot
             else:
                 if seen.user is None and seen.called is not None:
@@ -354,13 +363,13 @@ def _is_an_optimizers(filename: str) -> bool:
     return "/torch/optim/" in filename and not averages
 
 
-def users_line(loop_frames: Spots = frozenset()) -> tuple[str, str]:
-    """file:line and function of the innermost code of the user's outside ``loop_frames``, or else of a library's."""
+def users_line(into_loop: Spots = frozenset()) -> tuple[str, str]:
+    """file:line and function of the innermost code of the user's outside ``into_loop``, or else of a library's."""
     outside: tuple[str, str] | None = None
     for frame in callers(sys._getframe(2)):
         code = frame.f_code
         who = owner(code.co_filename)
-        if who == "user" and (code, frame.f_lasti) not in loop_frames:
+        if who == "user" and (code, frame.f_lasti) not in into_loop:
             return shown_line(frame), code.co_qualname
         if who == "site" and outside is None:
             outside = shown_line(frame), code.co_qualname
@@ -389,20 +398,26 @@ SAMPLES_AT_EACH = 3
 
 
 class LoopFrames:
-    """Learns in the first steps, on the training thread, which calls lead into the loop: ``spots``.
+    """Learns in the first steps, on the training thread, what view_of and users_line know of the training loop.
 
     Where a library owns the loop, the script's line is always the same (``trainer.train()``) and says nothing. Such
-    lines are on the stack in backward, in the optimizer and in next() alike; lines of the loop are not. ``loop`` are
-    the functions that hold the loop, and their callers: they make no batches. ``step`` are those and the functions that
-    the loop calls for a whole step, such as ``training_step``.
+    lines are on the stack in backward, in the optimizer and in next() alike; lines of the loop are not.
     """
 
     def __init__(self) -> None:
-        self.spots: Spots = frozenset()
-        self.loop: Codes = frozenset()
-        self.step: Codes = frozenset()
+        self.known = NOTHING_KNOWN
         self.learning = True
         self._stacks: dict[Activity, list[Spots]] = {}
+
+    @property
+    def spots(self) -> Spots:
+        """The calls that lead into the loop."""
+        return self.known.spots
+
+    @property
+    def loop(self) -> Codes:
+        """The functions that hold the loop, and their callers."""
+        return self.known.loop
 
     def see(self, activity: Activity, frame: FrameType | None) -> None:
         """Take in the stack at the beginning of an activity, if it is a part of a step."""
@@ -412,10 +427,10 @@ class LoopFrames:
         self._stacks.setdefault(activity, []).append(here)
         if len(self._stacks) > 1:
             stacks = [stack for seen in self._stacks.values() for stack in seen]
-            self.spots, self.loop = frozenset.intersection(*stacks), _functions_in_all(stacks)
+            self.known = self.known._replace(spots=frozenset.intersection(*stacks), loop=_functions_in_all(stacks))
         of_steps = [self._stacks.get(part, []) for part in EVERY_STEP_HAS]
         if all(of_steps):
-            self.step = _functions_in_all([stack for seen in of_steps for stack in seen])
+            self.known = self.known._replace(step=_functions_in_all([one for seen in of_steps for one in seen]))
         self.learning = any(len(seen) < SAMPLES_AT_EACH for seen in of_steps)
 
 
