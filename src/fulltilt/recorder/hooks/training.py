@@ -86,7 +86,8 @@ def watch_garbage_collector(patches: Patches, recorder: Recorder) -> None:
         patches.undo_by(lambda: gc.callbacks.remove(seen) if seen in gc.callbacks else None)
 
 
-ASK_REPLICAS_EVERY = 16
+# After these steps DistributedDataParallel is asked for its timings: early ones too, for short runs.
+ASK_REPLICAS_EVERY, ASK_REPLICAS_EARLY = 16, (2, 4, 8)
 # An early step, but not the first: some optimizers make their states later.
 ASK_MEMORY_AT = 3
 
@@ -295,9 +296,10 @@ class StepHooks:
         recorder.switch(self._around_steps, OptimizerStepped(key, skipped), Point.STEP)
         if not self._loaders.all:
             recorder.calibrate_if_asked(Point.BATCH)
-        if self._state.replicas and _asks_replicas(self._state.optimizer_calls):
+        calls = self._state.optimizer_calls
+        if self._state.replicas and (calls % ASK_REPLICAS_EVERY == 0 or calls in ASK_REPLICAS_EARLY):
             self._state.read_communication()
-        if self._state.memory is None and self._state.optimizer_calls >= ASK_MEMORY_AT:
+        if self._state.memory is None and calls >= ASK_MEMORY_AT:
             self._measure_memory()
         recorder.stepped()
 
@@ -446,8 +448,3 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
-
-
-def _asks_replicas(calls: int) -> bool:
-    """Early too, for short runs."""
-    return calls % ASK_REPLICAS_EVERY == 0 or (1 < calls < ASK_REPLICAS_EVERY and calls & (calls - 1) == 0)
