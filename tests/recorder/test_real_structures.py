@@ -68,6 +68,19 @@ def test_a_job_that_never_calls_backward(tmp_path: Path) -> None:
     assert trained_s > 0.5 * seen.truth["steps"] / seen.answer["throughput"]["steps_per_s"]
 
 
+@pytest.mark.parametrize("gradients", ["func", "autograd"])
+def test_a_job_without_an_optimizer_that_never_calls_backward(tmp_path: Path, gradients: str) -> None:
+    """Three quarters of it were unattributed, and no training was seen."""
+    seen = observe(STRUCTURES / "without_optimizer.py", tmp_path, gradients)
+    assert seen.bucket("data_wait_s") > 1200 * 0.0005 * 0.95
+
+
+def test_a_job_with_neither_loader_nor_optimizer_nor_backward(tmp_path: Path) -> None:
+    """It was said that nothing trained."""
+    seen = observe(STRUCTURES / "without_optimizer.py", tmp_path, "without a loader")
+    assert seen.bucket("compute_s") > 0.8 * (seen.answer["ledger"]["wall_s"] - seen.bucket("startup_s"))
+
+
 def test_a_loader_that_never_ends_behind_a_generator(tmp_path: Path) -> None:
     seen = observe(STRUCTURES / "never_ending_loader.py", tmp_path)
     assert seen.loader("train")["passes"] == 1

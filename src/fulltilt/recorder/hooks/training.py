@@ -88,6 +88,8 @@ def watch_garbage_collector(patches: Patches, recorder: Recorder) -> None:
 
 # After these steps DistributedDataParallel is asked for its timings: early ones too, for short runs.
 ASK_REPLICAS_EVERY, ASK_REPLICAS_EARLY = 16, (2, 4, 8)
+# After gradients for so many batches without an optimizer or backward(), there will be none.
+GRADIENTS_ALONE = 3
 # An early step, but not the first: some optimizers make their states later.
 ASK_MEMORY_AT = 3
 
@@ -115,6 +117,8 @@ class StepHooks:
         self._counting_optimizers: set[int] = set()
         self._depth_of_train = 0
         self._calls_backward = False
+        self._drawn_before = self._alone = 0
+        self._gradients_at: tuple[str, str] | None = None
         self._around_steps = Activity.USER  # backward, where its hooks step
         self._steps_inside = False  # optimizers step in hooks of backward
         self._trained: set[int] = set()
@@ -126,7 +130,7 @@ class StepHooks:
         """Patch backward, the optimizers' and the gradient scaler's step, autocast and train()."""
         torch = self._torch
         patches.swap(torch.autograd, "backward", self._backward)
-        patches.swap(torch.autograd, "grad", lambda original: timed(self._recorder, original, Activity.BACKWARD))
+        patches.swap(torch.autograd, "grad", self._grad)
         patches.swap(torch.amp.grad_scaler.GradScaler, "step", self._scaler_step)
         patches.swap(torch.amp.autocast_mode.autocast, "__enter__", self._autocast)
         patches.swap(torch.nn.Module, "train", self._train)
@@ -215,6 +219,37 @@ class StepHooks:
     def _roots(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The tensors that backward() was called for."""
         return () if not args else (args[0],) if isinstance(args[0], self._torch.Tensor) else tuple(args[0])
+
+    def _grad(self, original: Function) -> Function:
+        recorder = self._recorder
+        timed_grad = timed(recorder, original, Activity.BACKWARD)
+
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            slopes = timed_grad(*args, **kwargs)
+            if not self._calls_backward and not self._state.optimizers and recorder.on_training_thread():
+                self._update_by_hand()
+            return slopes
+
+        return grad
+
+    def _update_by_hand(self) -> None:
+        """torch.autograd.grad ran, and there has been no backward() and no optimizer: once a batch, that is a step.
+
+        Without a loader, the first line that calls it does so once a step.
+        """
+        if drawn := sum(stats.batches for stats in self._loaders.all):
+            is_next, self._drawn_before = drawn > self._drawn_before, drawn
+        else:
+            line = users_line()
+            self._gradients_at = self._gradients_at or line
+            is_next = line == self._gradients_at
+        if is_next:
+            self._alone += 1
+            if self._alone == GRADIENTS_ALONE:
+                for _ in range(GRADIENTS_ALONE - 1):  # the steps before, which were not counted
+                    self._stand_in_for_backward()
+            if self._alone >= GRADIENTS_ALONE:
+                self._stand_in_for_backward()
 
     def _trains_here(self) -> bool:
         """Whether this thread trains: the one that calls backward, or one of autograd's own that runs it and its hooks.
