@@ -94,12 +94,19 @@ def test_threads_that_fetching_uses_are_a_part_of_its_cpu_time() -> None:
         thread.start()
         thread.join()
 
+    def send() -> None:
+        compute()
+        sent.set()
+        told_of.wait()  # it lives as long as its worker
+
+    sent, told_of = threading.Event(), threading.Event()
     timer.fetch(decompress)
-    sends = threading.Thread(target=compute, name="QueueFeederThread")
+    sends = threading.Thread(target=send, name="QueueFeederThread")
     sends.start()
-    timer.send()  # it has been seen
-    sends.join()
+    sent.wait()
     timer.send()
+    told_of.set()
+    sends.join()
     *_, told = worker_socket.receive()
     assert 0.05 <= told.fetch_cpu_s < 0.09
     assert told.process_cpu_s >= 0.1

@@ -13,6 +13,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from fulltilt.report.console import ERRORS, encodable
 from fulltilt.report.legend import BUCKET_LEGEND, LegendEntry
 from fulltilt.report.run_view import Lane, LanePart, StepPicture, _fetching_title
 from fulltilt.report.terminal import ledger_bar, show, step_lines, verdict_lines
@@ -25,7 +26,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 def printed(*names: str, width: int = 80, colour: bool = False, encoding: str = "utf-8") -> str:
     raw = io.BytesIO()
-    file = io.TextIOWrapper(raw, encoding=encoding, errors="replace", newline="\n")
+    file = io.TextIOWrapper(raw, encoding=encoding, errors=ERRORS, newline="\n")
     console = Console(
         file=file,
         width=width,
@@ -65,6 +66,10 @@ def test_colour_changes_nothing_but_colours_and_patterns(name):
     assert re.sub(patterns, "█", plain) == re.sub(patterns, "█", ANSI.sub("", coloured))
 
 
+def test_without_colour_every_bucket_has_a_pattern_of_its_own_also_in_ascii():
+    assert len({encodable(entry.pattern, "ascii") for entry in BUCKET_LEGEND.values()}) == len(BUCKET_LEGEND)
+
+
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_tiny_part_of_the_step_stays_on_its_line(width):
     parts = (LanePart("data_wait", 0.0, 0.7), LanePart("queue", 0.7, 1e-4), LanePart("forward", 0.7001, 2e-4))
@@ -77,6 +82,12 @@ def test_a_pipe_gets_plain_text():
     file = io.StringIO()
     show(Console(file=file, _environ={}), [examples.starved()])
     assert "\x1b" not in file.getvalue()
+
+
+def test_an_ascii_terminal_gets_ascii_bars():
+    text = printed("starved", encoding="ascii")
+    assert ".....##" in text
+    assert "->" in text
 
 
 def test_terminal_codes_and_markup_in_names_are_text():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from fulltilt.records import GpuProcess, GpuReading, HostReading, JobProcess, Sample
+from fulltilt.report.console import encodable
 from fulltilt.report.watch_screen import (
     UPWARD,
     WatchView,
@@ -67,6 +68,10 @@ def test_zero_is_drawn_and_not_measured_is_blank() -> None:
     assert chart_rows([0.0, None, 0.0], 3, 2, 100.0) == ["   ", "▁ ▁"]
 
 
+def test_without_block_characters_a_chart_is_ascii() -> None:
+    assert encodable(chart_rows([0.0, 30.0, 100.0], 3, 1, 100.0)[0], "ascii") == ".:#"
+
+
 @given(
     values=st.lists(st.none() | st.floats(-1e6, 1e6), max_size=50),
     width=st.integers(0, 60),
@@ -77,6 +82,7 @@ def test_a_chart_is_always_as_large_as_asked(values: list[float | None], width: 
     rows = chart_rows(values, width, height, top)
     assert len(rows) == height
     assert all(len(row) == width and set(row) <= set(UPWARD) for row in rows)
+    assert all(len(encodable(row, "ascii")) == width for row in rows)
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=40), st.integers(1, 6))
@@ -185,6 +191,11 @@ def test_what_does_not_fit_is_announced() -> None:
     assert text(view(gpus), 80, 24).endswith("… enlarge the window to see the rest")
     jobs = tuple(JobProcess(n, "python") for n in range(30))
     assert text(view(jobs=jobs), 80, 24).splitlines()[-1].endswith("more")
+
+
+def test_a_terminal_without_block_characters_gets_none() -> None:
+    shown = encodable(text(view()), "ascii")
+    assert not set(shown) & (set(UPWARD) - {" "})
 
 
 @example(samples=[], jobs=[JobProcess(1, "\n", 0, None, None, "\n")], width=28, height=10)

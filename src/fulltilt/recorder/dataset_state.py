@@ -47,7 +47,8 @@ def global_generators() -> list[Any]:
 def mark_of(generator: Any) -> Any:
     """What changes with every draw."""
     if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
+        state = generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())
     if isinstance(generator, random.Random):
         _, words, gauss = generator.getstate()
         return words[0], words[-1], gauss  # the last one counts the words that were drawn

@@ -1,7 +1,8 @@
-"""The terminal that the commands print to."""
+"""The terminal that the commands print to; characters that its encoding lacks are replaced by plain ones."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import os
@@ -10,18 +11,56 @@ from typing import TextIO
 
 from rich.console import Console
 
+# --------------------------------------------------------------------------- characters that an encoding lacks
+
+ERRORS = "fulltilt.plain"
+
+_PLAIN = {
+    "×": "x",
+    "·": "-",
+    "–": "-",
+    "—": "-",
+    "┄": "-",
+    "─": "-",
+    "→": "->",
+    "…": "...",
+    "±": "+-",
+    "µ": "u",
+    "≥": ">=",
+    "≤": "<=",
+    "≈": "~",
+    "°": "",
+    "√": "sqrt",
+    **dict(zip("▁▂▃▄▅▆▇█", ".:-=+*%#", strict=True)),
+    "▓": "=",
+    "▒": "-",
+    "░": ".",
+}
+
 
 def let_print(stream: TextIO | None) -> None:
-    """Let the stream take any character: a ? stands for one that its encoding lacks."""
+    """Let the stream take any character: those that its encoding lacks are replaced by plain ones."""
     if isinstance(stream, io.TextIOWrapper):
         with contextlib.suppress(OSError, ValueError):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=ERRORS)
 
 
 def encodable(text: str, encoding: str) -> str:
-    """The text with a ? for each character that the encoding lacks."""
-    return text.encode(encoding, "replace").decode(encoding)
+    """The text with plain characters for those that the encoding lacks."""
+    return text.encode(encoding, ERRORS).decode(encoding)
 
+
+def _plainly(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(one, one.encode("ascii", "backslashreplace").decode()) for one in lacking), error.end
+
+
+codecs.register_error(ERRORS, _plainly)
+
+
+# --------------------------------------------------------------------------- consoles
 
 # The width of output that is not printed on a terminal: logs are read in windows of about this width.
 PIPED_COLUMNS = 100
@@ -56,7 +95,7 @@ class _QuietConsole(Console):
 
 
 def open_console(*, follows_window: bool = False, goes_on: bool = False) -> Console:
-    """Standard output as a console. A ? stands for a character that its encoding lacks.
+    """Standard output as a console. Characters that its encoding lacks are replaced by plain ones.
 
     With ``follows_window`` its size is always the window's, even if a shell exported COLUMNS and LINES. With
     ``goes_on`` the program goes on when its reader (head, less) has gone.
