@@ -8,8 +8,8 @@ watch = Stopwatch(torch.cuda.synchronize)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(24)))
 model = model.to("cuda", torch.bfloat16)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
-inputs = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-labels = torch.randint(4096, (4096,), device="cuda")
+inputs = torch.randn(1024, 4096, device="cuda", dtype=torch.bfloat16)
+labels = torch.randint(4096, (1024,), device="cuda")
 
 norms = {}
 while watch.seconds < 3:

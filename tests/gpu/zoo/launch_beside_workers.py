@@ -41,6 +41,6 @@ if __name__ == "__main__":
         loss.backward()
         optimizer.step()
         watch.step(len(inputs))
-        if watch.seconds > 6:
+        if watch.seconds > 12:
             break
     watch.tell()
