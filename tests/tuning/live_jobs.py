@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 from fulltilt.recorder.session import Session
 from fulltilt.store import create_folder
 from fulltilt.tuning.live import Live
-from fulltilt.tuning.live.batch_check import BatchCheck
 from fulltilt.tuning.live.controller import Capacity, Settle
 from fulltilt.tuning.live.limits import LiveLimits
+from fulltilt.tuning.live.loader_check import BatchCheck
 from fulltilt.tuning.live.measurement import Knobs
 
 # One batch is enough for a judgement, so that moves come one upon the other.

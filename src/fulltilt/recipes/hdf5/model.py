@@ -1,4 +1,4 @@
-"""A compact network for windows of features, its loss and its metrics."""
+"""A compact network for windows of features, and its loss."""
 
 from __future__ import annotations
 
@@ -78,29 +78,3 @@ def binary_loss(
     if imbalance == "focal":
         loss = (1 - torch.exp(-loss)) ** gamma * loss
     return loss.mean()
-
-
-# --------------------------------------------------------------------------- metrics
-
-
-def summary(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """AUROC, average precision, the best F1 and its threshold; nothing without both classes or finite scores."""
-    scores, order = torch.sort(logits.double(), descending=True, stable=True)
-    truth = labels.double()[order]
-    hits, alarms = truth.cumsum(0), (1 - truth).cumsum(0)
-    if not len(truth) or not float(hits[-1]) or not float(alarms[-1]) or not bool(torch.isfinite(logits).all()):
-        return {}
-    # Only the last of equal scores is a threshold.
-    last = torch.ones_like(truth, dtype=torch.bool)
-    last[:-1] = scores.diff() != 0
-    scores, hits, alarms = scores[last], hits[last], alarms[last]
-    zero = hits.new_zeros(1)
-    recall, false_alarm = (torch.cat([zero, counts]) / counts[-1] for counts in (hits, alarms))
-    precision = hits / (hits + alarms)
-    f1 = 2 * hits / (hits[-1] + hits + alarms)
-    return {
-        "auroc": float(torch.trapezoid(recall, false_alarm)),
-        "auprc": float((precision * recall.diff()).sum()),
-        "f1": float(f1.max()),
-        "threshold": float(torch.sigmoid(scores[f1.argmax()])),
-    }

@@ -18,7 +18,7 @@ from fulltilt.figures import count
 from fulltilt.probes.host import cpu_capacity
 from fulltilt.recipes.hdf5 import Hdf5Options
 from fulltilt.recipes.hdf5.data import FileShare, Hdf5Data, keys_of, read_folder
-from fulltilt.recipes.hdf5.model import WindowNet, binary_loss, summary
+from fulltilt.recipes.hdf5.model import WindowNet, binary_loss
 from fulltilt.recipes.recipe import Request
 from fulltilt.train.distributed import device_of, rank_from_env
 from fulltilt.train.job import Job
@@ -122,3 +122,29 @@ def _logits(net: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tenso
     *features, labels = batch
     parts = [part.float() for part in features]
     return net(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)), labels.reshape(len(labels))
+
+
+# --------------------------------------------------------------------------- metrics
+
+
+def summary(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """AUROC, average precision, the best F1 and its threshold; nothing without both classes or finite scores."""
+    scores, order = torch.sort(logits.double(), descending=True, stable=True)
+    truth = labels.double()[order]
+    hits, alarms = truth.cumsum(0), (1 - truth).cumsum(0)
+    if not len(truth) or not float(hits[-1]) or not float(alarms[-1]) or not bool(torch.isfinite(logits).all()):
+        return {}
+    # Only the last of equal scores is a threshold.
+    last = torch.ones_like(truth, dtype=torch.bool)
+    last[:-1] = scores.diff() != 0
+    scores, hits, alarms = scores[last], hits[last], alarms[last]
+    zero = hits.new_zeros(1)
+    recall, false_alarm = (torch.cat([zero, counts]) / counts[-1] for counts in (hits, alarms))
+    precision = hits / (hits + alarms)
+    f1 = 2 * hits / (hits[-1] + hits + alarms)
+    return {
+        "auroc": float(torch.trapezoid(recall, false_alarm)),
+        "auprc": float((precision * recall.diff()).sum()),
+        "f1": float(f1.max()),
+        "threshold": float(torch.sigmoid(scores[f1.argmax()])),
+    }

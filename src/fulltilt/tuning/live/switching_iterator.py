@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fulltilt.recorder.dataset_state import AttributeWatch
-from fulltilt.tuning.live.batch_check import BatchCheck
+from fulltilt.tuning.live.loader_check import BatchCheck
 from fulltilt.tuning.live.loader_pool import IndexQueue, LoaderPool, is_of_data_set, sampler_of
 from fulltilt.tuning.live.measurement import Arrival, Knobs
 

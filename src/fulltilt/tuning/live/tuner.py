@@ -24,7 +24,8 @@ from fulltilt.figures import count, loader_settings
 from fulltilt.recorder.dataset_state import AttributeWatch
 from fulltilt.recorder.loaders import LoaderStats
 from fulltilt.records import LiveMove, LiveRecord, Settings
-from fulltilt.tuning.live.batch_check import (
+from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, best_of, decide, pays, pays_clearly
+from fulltilt.tuning.live.loader_check import (
     DRAWS,
     BatchCheck,
     reason_against,
@@ -34,7 +35,6 @@ from fulltilt.tuning.live.batch_check import (
     refusing,
     short,
 )
-from fulltilt.tuning.live.controller import Capacity, Settle, at_pace_of, best_of, decide, pays, pays_clearly
 from fulltilt.tuning.live.loader_pool import (
     IndexQueue,
     LoaderPool,

@@ -1,4 +1,4 @@
-"""Checks whether other workers would make the same batches. Where not, a loader is left alone, with a reason in words.
+"""Checks whether a loader may be tuned: whether other workers would make the same batches. If not, it says why.
 
 First by the parts of the loader; then two workers make batches again that the script has had, three times each. Where
 those differ among each other, the data set draws random numbers; where they agree but differ from the script's, it

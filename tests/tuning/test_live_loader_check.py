@@ -27,7 +27,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fulltilt.recorder.dataset_state import AttributeWatch, Pickled
-from fulltilt.tuning.live.batch_check import BatchCheck, bytes_written
+from fulltilt.tuning.live.loader_check import BatchCheck, bytes_written
 
 # Outside of the data sets: what their code uses counts as well.
 READ: list[TextIO] = []

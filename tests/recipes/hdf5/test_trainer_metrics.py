@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fulltilt.recipes.hdf5 import model as metrics
+from fulltilt.recipes.hdf5 import trainer as metrics
 
 
 def scored(seed: int, count: int = 500, *, ties: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
