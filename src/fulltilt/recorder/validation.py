@@ -142,7 +142,7 @@ class GradientsOff:
         recorder, loaders = self._recorder, self._recorder.state.loaders
         trains = loaders.feeding is not None and loaders.feeding.trains and not loaders.drawn_elsewhere
         place = (frame.f_code, frame.f_lasti)
-        if not trains or place in self._others or not recorder.on_training_thread():
+        if not (trains and self._steps_ns) or place in self._others or not recorder.on_training_thread():
             return
         if recorder.activity not in (Activity.USER, Activity.PAUSED):  # a data set's or an optimizer's
             self._others.add(place)
@@ -161,9 +161,7 @@ class GradientsOff:
         self._under_way = None
         self._loaders_made = self._recorder.state.loaders.made
         self._evaluates(False)
-        if not self._steps_ns:
-            del self._undecided[place]
-        elif time.perf_counter_ns() - began_ns < max(min(self._steps_ns), SHORTEST_EVALUATION_NS):
+        if time.perf_counter_ns() - began_ns < max(min(self._steps_ns), SHORTEST_EVALUATION_NS):
             self._is_another(place)
 
     def is_seen_otherwise(self) -> None:
