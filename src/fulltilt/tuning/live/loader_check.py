@@ -261,7 +261,10 @@ def reason_against(loader: Any) -> str | None:
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         return f"its class {kind.__name__} overrides how a DataLoader iterates"
     if isinstance(loader.dataset, IterableDataset):
-        return "an IterableDataset decides for each worker what it gives: another number may change the batches"
+        return (
+            "an IterableDataset decides for each worker what it gives, so another number may change the batches; "
+            "fulltilt tune tries other numbers in runs of their own"
+        )
     if isinstance(loader.dataset, MapDataPipe):
         return "a DataPipe keeps state in each worker"
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
