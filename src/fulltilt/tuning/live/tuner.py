@@ -218,12 +218,14 @@ class LoaderTuner:
     def at_boundary(self, source: SwitchingIterator) -> None:
         """Take the next step of tuning, if one is due."""
         check = self._check
+        if self.user.num_workers and self.phase is Phase.DONE:
+            source.watch = None  # no more pools are started
         if source.watch is not None and (name := source.watch.changed()) is not None:
             source.watch = None
             if not self.user.num_workers:
                 self.leave_alone(f"the script changes its data set during a pass ({name}), which workers would not see")
                 source.replace(self._make(source, self.user))
-            elif self.phase is not Phase.DONE:
+            else:
                 self.leave_alone(f"the script changes its data set ({name}), which only later workers would see")
         if self.phase is Phase.AGREEING and source.is_steady:
             self._look_for_others(source)
