@@ -283,6 +283,7 @@ def test_what_a_library_does_for_each_sample_stands_beside_its_line() -> None:
     narrow = found(input_serial(gather(replace(few, ranks=(replace(few.ranks[0], workers=(one,)),)))))
     assert narrow.predicted_speedup is not None
     assert narrow.predicted_speedup[1] < 2.2
+    assert "for the rest, make D.__getitem__ (data.py:9) cheaper" in narrow.fix
     assert narrow.fix.endswith(" That alone: up to 2.2 × as fast.")
     seldom = workers(lines=(replace(line, seconds=20.0),))
     assert "HDF5" not in found(input_cpu_bound(gather(fed(seldom)))).fix

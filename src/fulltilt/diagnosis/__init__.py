@@ -53,15 +53,7 @@ def answer(run: Run) -> Diagnosis:
     )
 
 
-SETTINGS_TO_NAME = (
-    "batch_size",
-    "accumulation",
-    "num_workers",
-    "prefetch_factor",
-    "pin_memory",
-    "precision",
-    "compile",
-)
+SETTINGS_TO_NAME = ("batch_size", "accumulation", "num_workers", "prefetch_factor", "pin_memory", "precision")
 
 
 def low_gpu_warning(util_pct: float | None, recent: Buckets, load: Callable[[], Run]) -> tuple[str, ...]:

@@ -82,7 +82,10 @@ def _need_and_room(evidence: Evidence, plan: WorkerPlan) -> str:
     room = f"{_cpus(evidence)}, enough for {count('such worker', plan.allowed)} beside the training"
     if plan.needed <= plan.allowed:
         return f"{count('worker', plan.needed)} would hide the wait; {room}"
-    return f"no number of workers that fits here hides all of the wait: {room}; for the rest, make fetching cheaper"
+    line, fetch_s = costliest_line(evidence), evidence.workers.fetch_s if evidence.workers else 0.0
+    telling = line is not None and line.seconds >= THRESHOLDS.guilty_function_share * fetch_s
+    costly = f"{line.function} ({line.where})" if line and telling else "fetching"
+    return f"no number of workers that fits here hides all of the wait: {room}; for the rest, make {costly} cheaper"
 
 
 def _cpus(evidence: Evidence) -> str:
