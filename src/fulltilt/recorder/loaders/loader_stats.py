@@ -143,7 +143,16 @@ class LoaderStats:
 
 
 def stored(owner: Any, name: str, otherwise: Any = None) -> Any:
-    """An attribute as it is stored. A property or ``__getattr__`` may be the user's code: neither runs."""
+    """An attribute as it is stored. A property or ``__getattr__`` may be the user's code: neither runs.
+
+    In Python 3.11 and 3.12 whoever asks an object for its ``__dict__`` makes all its attributes slower from then on.
+    """
+    of_class = next((vars(kind)[name] for kind in type(owner).__mro__ if name in vars(kind)), None)
+    if not hasattr(type(of_class), "__get__"):
+        try:
+            return object.__getattribute__(owner, name)
+        except AttributeError:
+            return otherwise
     attributes = _attributes(owner)
     if name not in attributes:
         attributes = next((vars(kind) for kind in type(owner).__mro__ if name in vars(kind)), {})
